@@ -1,0 +1,161 @@
+"""MeshSlice: sliced collectives that hide behind partial products.
+
+The streamed dimension is cut into S slices of strided blocks. While slice s is
+multiplied, slice s+1 of each moving input is gathered and the partial output of
+slice s-1 is reduce-scattered, along both mesh axes at once:
+
+    ahead = gather(slice 0)
+    for s in 0..S-1:
+        current, ahead = ahead, gather(slice s+1)      # does not wait for the product
+        partial = product(current)
+        out += partial      or      out[slice s] = scatter(partial)
+
+With S = 1 it is the Collective algorithm. (MeshSlice, ISCA 2025, sections 3.1-3.4.)
+"""
+
+import math
+
+import jax
+from jax import lax
+
+from meshslice_jax import collectives
+from meshslice_jax.algorithms.base import (
+    Algorithm,
+    Job,
+    collective,
+    local_product,
+    memory,
+    split_movers,
+    streamed_extent,
+    transfers,
+)
+from meshslice_jax.mesh import MeshShape
+from meshslice_jax.plan import GemmPlan
+from meshslice_jax.problem import GemmProblem
+from meshslice_jax.schedule import Schedule, Step, sequence
+
+
+def kernel(lhs: jax.Array, rhs: jax.Array, job: Job) -> jax.Array:
+    """One chip's part, from its shards; see the module's text."""
+    operands = {"lhs": lhs, "rhs": rhs}
+    count, out = job.plan.slice_count, job.output()
+    block = job.plan.block_size or largest_block(operands, job)
+
+    def gathered(index) -> dict[str, jax.Array]:
+        moved = {}
+        for mover in job.inputs():
+            piece = collectives.take_slice(operands[mover.role], mover.dim, count, block, index)
+            moved[mover.role] = job.gather(piece, mover)
+        return moved
+
+    def multiply(moved: dict[str, jax.Array]) -> jax.Array:
+        partial = job.dot(**(operands | moved))
+        return partial if out is None else job.scatter(partial, out)
+
+    if job.rolled and count > 2:
+        return _rolled(gathered, multiply, job, block)
+    results, ahead = [], gathered(0)
+    for index in range(count):
+        with jax.named_scope(f"slice{index}"):
+            current, ahead = ahead, gathered(index + 1) if index + 1 < count else None
+            results.append(multiply(current))
+    if out is not None:
+        return collectives.put_slices(results, out.dim, block)
+    total = results[0]
+    for partial in results[1:]:
+        total = total + partial
+    return total.astype(job.out_dtype)
+
+
+def _rolled(gathered, multiply, job: Job, block: int) -> jax.Array:
+    """The same with one loop body; the first and the last slice stand outside it."""
+    count, out = job.plan.slice_count, job.output()
+    first = multiply(gathered(0))
+
+    def place(total, partial, index):
+        if out is None:
+            return total + partial
+        shape = partial.shape
+        blocks = shape[out.dim] // block
+        split = shape[: out.dim] + (blocks, 1, block) + shape[out.dim + 1 :]
+        return lax.dynamic_update_slice_in_dim(total, partial.reshape(split), index, out.dim + 1)
+
+    def body(index, carry):
+        total, current = carry
+        ahead = gathered(index + 1)
+        return place(total, multiply(current), index), ahead
+
+    # Seeded with the first slice in every slot: right values, right varying axes.
+    total = first if out is None else _every_slot(first, out.dim, block, count)
+    total, last = lax.fori_loop(1, count - 1, body, (total, gathered(1)))
+    total = place(total, multiply(last), count - 1)
+    if out is None:
+        return total.astype(job.out_dtype)
+    whole = first.shape[: out.dim] + (first.shape[out.dim] * count,) + first.shape[out.dim + 1 :]
+    return total.reshape(whole)
+
+
+def _every_slot(first: jax.Array, dim: int, block: int, count: int) -> jax.Array:
+    shape = first.shape
+    split = shape[:dim] + (shape[dim] // block, 1, block) + shape[dim + 1 :]
+    slots = split[: dim + 1] + (count,) + split[dim + 2 :]
+    return lax.broadcast_in_dim(first.reshape(split), slots, tuple(range(len(slots))))
+
+
+def largest_block(operands: dict[str, jax.Array], job: Job) -> int:
+    """The largest legal block size, from the local streamed extents of both movers."""
+    mover = job.inputs()[0]
+    streamed = operands[mover.role].shape[mover.dim] * job.axis(mover.axis).size
+    return math.gcd(streamed // job.row.size, streamed // job.col.size) // job.plan.slice_count
+
+
+def faults(problem: GemmProblem, plan: GemmPlan, shape: MeshShape) -> list[str]:
+    """Slices that do not cut the local streamed extents of both moving matrices."""
+    extent, label = streamed_extent(problem, plan, shape), plan.contraction.streamed
+    block = plan.block_size or 1
+    if extent % (plan.slice_count * block) == 0:
+        return []
+    movers = ", ".join(
+        f"{problem.extent(label) // shape.size(mover.axis)} in {mover.role}"
+        for mover in plan.contraction.movers
+    )
+    return [
+        f"slice_count {plan.slice_count} x block_size {block} does not divide the local extents "
+        f"of the streamed dimension {label} = {problem.extent(label)} ({movers})"
+    ]
+
+
+def schedule(problem: GemmProblem, plan: GemmPlan, shape: MeshShape) -> Schedule:
+    """Gathers run one slice ahead of products, reduce-scatters one behind."""
+    count = plan.slice_count
+    inputs, output = split_movers(plan)
+    ahead = transfers(*(collective(problem, plan, mover, shape, count) for mover in inputs))
+    behind = transfers(output and collective(problem, plan, output, shape, count))
+    product = local_product(problem, plan, shape, count)
+    held = min(count, 2)
+    return Schedule(
+        steps=sequence(
+            (Step(transfers=ahead), 1),
+            (Step(transfers=ahead + behind, product=product), count - 1),
+            (Step(product=product), 1),
+            (Step(transfers=behind), 1),
+        ),
+        **memory(
+            problem,
+            plan,
+            shape,
+            gathered={mover.role: held * shape.size(mover.axis) / count for mover in inputs},
+            partial=product,
+            buffers=held,
+        ),
+    )
+
+
+MESHSLICE = Algorithm(
+    name="meshslice",
+    summary="sliced collectives on both axes, hidden behind partial products",
+    kernel=kernel,
+    faults=faults,
+    schedule=schedule,
+    options=("block_size", "loop"),
+)

@@ -1,0 +1,178 @@
+"""Per-device moves along one mesh axis, for use inside a shard_map.
+
+An `Axis` is a direction of the mesh with its mesh axis names (several when the
+1D algorithms flatten the mesh into one ring) and its size, so that everything
+here is static. No move is ever traced over an axis of size 1.
+
+    gather, reduce_scatter   the collectives
+    shift                    every chip sends to a neighbour on the ring
+    broadcast, reduce        a chain of neighbour sends from or to one chip
+    skew                     Cannon's alignment, one permute over both axes
+    take_slice, put_slices   the strided slices of the streamed dimension
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """One direction of the mesh: mesh axis names and their sizes, major first."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of chips along the axis."""
+        return math.prod(self.sizes)
+
+    def index(self) -> jax.Array:
+        """This chip's coordinate along the axis, an int32 scalar."""
+        return lax.axis_index(self.names) if self.size > 1 else jnp.int32(0)
+
+
+def gather(x: jax.Array, axis: Axis, dim: int) -> jax.Array:
+    """All-gathers shards along `axis`, concatenated over dimension `dim`."""
+    if axis.size == 1:
+        return x
+    return lax.all_gather(x, axis.names, axis=dim, tiled=True)
+
+
+def reduce_scatter(x: jax.Array, axis: Axis, dim: int) -> jax.Array:
+    """Sums over `axis` and leaves each chip its part of dimension `dim`."""
+    if axis.size == 1:
+        return x
+    return lax.psum_scatter(x, axis.names, scatter_dimension=dim, tiled=True)
+
+
+def shift(x: jax.Array, axis: Axis, by: int) -> jax.Array:
+    """Sends `x` to the chip `by` further along the ring."""
+    if axis.size == 1:
+        return x
+    pairs = tuple((i, (i + by) % axis.size) for i in range(axis.size))
+    return _permute(x, axis, pairs)
+
+
+def _permute(x: jax.Array, axis: Axis, pairs: tuple[tuple[int, int], ...]) -> jax.Array:
+    """`lax.ppermute` with chips numbered along `axis` as given.
+
+    Over several mesh axes ppermute numbers chips in the mesh's own order, whatever
+    the order of the names (jax 0.10 silently, later versions refuse).
+    """
+    order = [n for n in jax.sharding.get_abstract_mesh().axis_names if n in axis.names]
+    sizes = dict(zip(axis.names, axis.sizes, strict=True))
+
+    def number(index: int) -> int:
+        place = {}
+        for name in reversed(axis.names):
+            index, place[name] = divmod(index, sizes[name])
+        for name in order:
+            index = index * sizes[name] + place[name]
+        return index
+
+    renumbered = tuple((number(source), number(target)) for source, target in pairs)
+    return lax.ppermute(x, tuple(order), renumbered)
+
+
+def skew(x: jax.Array, axis: Axis, other: Axis, by: int, offset: int = 0) -> jax.Array:
+    """Sends along `axis` by `by` times the chip's coordinate on `other`, plus `offset`.
+
+    One permute over both axes at once, each chip sends its shard once.
+    """
+    if axis.size == 1 or other.size == 1:
+        return x
+    pairs = []
+    for i in range(other.size):
+        for j in range(axis.size):
+            pairs.append((i * axis.size + j, i * axis.size + (j + by * i + offset) % axis.size))
+    both = Axis(other.names + axis.names, other.sizes + axis.sizes)
+    return _permute(x, both, tuple(pairs))
+
+
+def broadcast(x: jax.Array, axis: Axis, root: int, packets: int, dim: int) -> jax.Array:
+    """Gives every chip of the ring the `x` of chip `root`.
+
+    Both ring directions carry one half, each a chain of P-1 neighbour sends; each
+    half goes in `packets` pieces, which follow each other along the chain.
+    """
+    if axis.size == 1:
+        return x
+    me, parts = axis.index(), []
+    for part, by in _directed_packets(x, packets, dim):
+        for hop in range(axis.size - 1):
+            source = (root + by * hop) % axis.size
+            target = (source + by) % axis.size
+            received = _permute(part, axis, ((source, target),))
+            part = jnp.where(me == target, received, part)
+        parts.append(part)
+    return lax.concatenate(parts, dim) if len(parts) > 1 else parts[0]
+
+
+def reduce(x: jax.Array, axis: Axis, root: int, packets: int, dim: int, wire_dtype) -> jax.Array:
+    """Sums `x` over the ring into chip `root`; other chips end with partial sums.
+
+    The mirror image of `broadcast`; what travels is rounded to `wire_dtype`.
+    """
+    if axis.size == 1:
+        return x
+    parts = []
+    for part, by in _directed_packets(x, packets, dim):
+        for hop in range(1, axis.size):
+            source = (root + by * hop) % axis.size
+            target = (source + by) % axis.size
+            sent = part.astype(wire_dtype)
+            part = part + _permute(sent, axis, ((source, target),)).astype(x.dtype)
+        parts.append(part)
+    return lax.concatenate(parts, dim) if len(parts) > 1 else parts[0]
+
+
+def halves(extent: int) -> tuple[int, ...]:
+    """The sizes of the parts that go each way round a ring: two, or one of size 1."""
+    return (extent - extent // 2, extent // 2) if extent > 1 else (extent,)
+
+
+def _directed_packets(x: jax.Array, packets: int, dim: int):
+    """Pieces of `x` along `dim` and the ring direction in which each goes."""
+    start = 0
+    for by, half in zip((1, -1), halves(x.shape[dim]), strict=False):
+        for _ in range(packets):
+            stop = start + half // packets
+            yield lax.slice_in_dim(x, start, stop, axis=dim), by
+            start = stop
+
+
+def take_slice(
+    x: jax.Array, dim: int, slice_count: int, block_size: int, slice_index: int | jax.Array
+) -> jax.Array:
+    """Every `slice_count`-th block of `block_size` indices, from block `slice_index` on.
+
+    (MeshSlice, ISCA 2025, section 3.1: strided blocks, so that gathered slices of
+    both operands hold the same global indices whatever the mesh shape.)
+    """
+    if slice_count == 1:
+        return x
+    extent = x.shape[dim]
+    blocks = extent // (slice_count * block_size)
+    split = x.shape[:dim] + (blocks, slice_count, block_size) + x.shape[dim + 1 :]
+    merged = x.shape[:dim] + (extent // slice_count,) + x.shape[dim + 1 :]
+    if isinstance(slice_index, int):
+        picked = lax.index_in_dim(x.reshape(split), slice_index, dim + 1, keepdims=False)
+    else:
+        picked = lax.dynamic_index_in_dim(x.reshape(split), slice_index, dim + 1, keepdims=False)
+    return picked.reshape(merged)
+
+
+def put_slices(slices: list[jax.Array], dim: int, block_size: int) -> jax.Array:
+    """The inverse of `take_slice` over all slices: interleaves their blocks."""
+    if len(slices) == 1:
+        return slices[0]
+    extent = slices[0].shape[dim]
+    shape = slices[0].shape
+    split = shape[:dim] + (extent // block_size, 1, block_size) + shape[dim + 1 :]
+    stacked = lax.concatenate([x.reshape(split) for x in slices], dim + 1)
+    return stacked.reshape(shape[:dim] + (extent * len(slices),) + shape[dim + 1 :])

@@ -1,0 +1,349 @@
+"""`matmul`: a planned 2D product of global arrays, differentiable to any order.
+
+    arrays + plan + mesh -> place operands -> custom_vjp(shard_map(kernel)) -> array
+
+The derivative is read off the table: `Contraction.gradient` names the two backward
+products, which run through the same function with their own plans, so gradients of
+gradients need nothing more. Residuals are the two operands as they are placed;
+nothing gathered outlives a product.
+
+Where it runs decides how the shard_map is built (`_Site`): fully manual over the
+mesh where that is possible, manual over the plan's two axes where the mesh has
+others that belong to the caller, or where the caller is inside a shard_map of its
+own. Explicit meshes are entered through `jax.sharding.auto_axes`.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from meshslice_jax import algorithms, compat
+from meshslice_jax.algorithms.base import Job, wire_dtype
+from meshslice_jax.collectives import Axis
+from meshslice_jax.dataflow import Contraction
+from meshslice_jax.mesh import MeshShape
+from meshslice_jax.plan import GemmPlan, LayerPlan, as_layer_plan
+from meshslice_jax.problem import ROLES, GemmProblem, accumulation_dtype
+
+
+def placements(plan: GemmPlan | LayerPlan) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
+    """PartitionSpecs of lhs[m, k], rhs[k, n] and out[m, n] under a plan.
+
+    Operands that are placed like this enter `matmul` without any data movement.
+    """
+    plan = as_layer_plan(plan).forward
+    return tuple(_spec(plan.contraction, plan, role) for role in ROLES)
+
+
+def _spec(contraction: Contraction, plan: GemmPlan, role: str) -> PartitionSpec:
+    names = algorithms.axis_names(plan)
+    entries = (names[axis] for axis in contraction.placement(role))
+    return PartitionSpec(*(_entry(found) for found in entries))
+
+
+def _entry(names: tuple[str, ...]):
+    if not names:
+        return None
+    return names[0] if len(names) == 1 else names
+
+
+def matmul(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    plan: GemmPlan | LayerPlan,
+    *,
+    mesh: Mesh | AbstractMesh | None = None,
+    precision=None,
+    preferred_element_type=None,
+) -> jax.Array:
+    """`lhs @ rhs` as planned, on a mesh; global shapes in and out.
+
+    Args:
+      lhs: [m, k], placed in any way or not at all.
+      rhs: [k, n], likewise.
+      plan: how it runs. A GemmPlan derives the plans of its gradients.
+      mesh: the mesh; None reads the mesh in context (`jax.set_mesh`, `with mesh:`).
+      precision: as for `lax.dot_general`, for every local product.
+      preferred_element_type: dtype of the result; by default the promoted dtype of
+        the operands, and int32 for int8.
+
+    Returns:
+      out[m, n], placed as `placements(plan)` says. Reverse-mode differentiable to any
+      order; forward mode raises JAX's error for `custom_vjp`.
+
+    Raises:
+      ValueError: no mesh, an axis that the mesh lacks, shapes that do not multiply,
+        extents that the plan does not cut evenly (see `check`).
+      TypeError: operands that are not matrices of numbers, or not a plan.
+    """
+    plan = as_layer_plan(plan)
+    lhs, rhs = _as_matrix(lhs, "lhs"), _as_matrix(rhs, "rhs")
+    if lhs.shape[1] != rhs.shape[0]:
+        raise ValueError(
+            f"lhs[m={lhs.shape[0]}, k={lhs.shape[1]}] and rhs[k={rhs.shape[0]}, "
+            f"n={rhs.shape[1]}] do not multiply: k differs"
+        )
+    problem = GemmProblem(
+        m=lhs.shape[0],
+        n=rhs.shape[1],
+        k=lhs.shape[1],
+        lhs_dtype=lhs.dtype.name,
+        rhs_dtype=rhs.dtype.name,
+        out_dtype=_out_dtype(lhs, rhs, preferred_element_type),
+    )
+    site = _find_site(mesh, plan.forward)
+    algorithms.check_problem(plan, problem, site.shape(plan.forward))
+    call = _Call(
+        contraction=plan.forward.contraction,
+        plan=plan,
+        site=site,
+        out_dtype=problem.out_dtype,
+        precision=_hashable(precision),
+    )
+    if site.explicit:
+        return _on_explicit_axes(call, lhs, rhs)
+    return _placed_product(call, lhs, rhs)
+
+
+def _as_matrix(x, role: str) -> jax.Array:
+    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+        x = jnp.asarray(x)
+    names = {"lhs": "[m, k]", "rhs": "[k, n]"}[role]
+    if x.ndim != 2:
+        raise TypeError(
+            f"{role} must be a matrix {names}, got shape {tuple(x.shape)}; flatten other "
+            "dimensions first, or use ms.dot_general"
+        )
+    if not jnp.issubdtype(x.dtype, jnp.number):
+        raise TypeError(f"{role} must hold numbers, got dtype {x.dtype}")
+    return x
+
+
+def _out_dtype(lhs, rhs, preferred) -> str:
+    if preferred is not None:
+        return jnp.dtype(preferred).name
+    natural = jnp.promote_types(lhs.dtype, rhs.dtype)
+    if jnp.issubdtype(natural, jnp.integer) and natural.itemsize == 1:
+        return accumulation_dtype(natural)
+    return natural.name
+
+
+def _hashable(precision):
+    return tuple(precision) if isinstance(precision, list) else precision
+
+
+@dataclasses.dataclass(frozen=True)
+class _Site:
+    """Where a product runs.
+
+    Attributes:
+      mesh: what the shard_map is built over; None takes it from the context.
+      sizes: (axis name, size) of the whole mesh.
+      manual: the axes over which the shard_map is manual.
+      partial: whether other axes remain automatic or are the caller's.
+      explicit: whether the plan's axes are Explicit and have to be entered.
+      restore: an Explicit mesh out of context, to which the result is returned.
+      platform: "cpu", "tpu" or "gpu".
+    """
+
+    mesh: Mesh | AbstractMesh | None
+    sizes: tuple[tuple[str, int], ...]
+    manual: frozenset[str]
+    partial: bool
+    explicit: bool
+    restore: Mesh | None
+    platform: str
+
+    def axis(self, names: tuple[str, ...]) -> Axis:
+        return Axis(names, tuple(dict(self.sizes)[name] for name in names))
+
+    def shape(self, plan: GemmPlan) -> MeshShape:
+        found = dict(self.sizes)
+        return MeshShape(found[plan.row_axis], found[plan.col_axis])
+
+
+def _find_site(mesh: Mesh | AbstractMesh | None, plan: GemmPlan) -> _Site:
+    context = jax.sharding.get_abstract_mesh()
+    given = mesh
+    if context.empty:
+        mesh = mesh if mesh is not None else compat.legacy_context_mesh()
+        if mesh is None:
+            raise ValueError(
+                "no mesh: pass mesh=, or call under jax.set_mesh(mesh) "
+                f"(axes {plan.row_axis!r} and {plan.col_axis!r} are needed)"
+            )
+    else:
+        if given is not None and _shape_of(given) != _shape_of(context):
+            raise ValueError(
+                f"mesh= has axes {dict(_shape_of(given))}, but the mesh in context has "
+                f"{dict(_shape_of(context))}; pass the same mesh or none"
+            )
+        mesh = context
+    sizes = _shape_of(mesh)
+    missing = [axis for axis in (plan.row_axis, plan.col_axis) if axis not in dict(sizes)]
+    if missing:
+        raise ValueError(
+            f"the plan's axes {plan.row_axis!r} x {plan.col_axis!r} are not all in the mesh "
+            f"{dict(sizes)}: {', '.join(map(repr, missing))} missing; set row_axis and col_axis"
+        )
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    ours = {plan.row_axis, plan.col_axis}
+    if taken := [axis for axis in sorted(ours) if types[axis] == AxisType.Manual]:
+        raise ValueError(
+            f"matmul is called inside a shard_map that is already manual over {taken}; call it "
+            "outside, or make that shard_map manual over other axes only"
+        )
+    others = {a for a in types if a not in ours and types[a] != AxisType.Manual}
+    nested = AxisType.Manual in types.values()
+    idle = all(dict(sizes)[a] == 1 for a in others)
+    whole = not nested and (idle or bool(compat.spmd_axis_names()))
+    explicit = AxisType.Explicit in types.values()
+    restore = None
+    if context.empty and isinstance(mesh, Mesh) and explicit:
+        restore, explicit = mesh, False
+        mesh = Mesh(mesh.devices, mesh.axis_names)
+    return _Site(
+        mesh=mesh if context.empty else None,
+        sizes=sizes,
+        manual=frozenset(types) if whole else frozenset(ours),
+        partial=not whole,
+        explicit=explicit,
+        restore=restore,
+        platform=compat.platform_of(mesh),
+    )
+
+
+def _shape_of(mesh) -> tuple[tuple[str, int], ...]:
+    return tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The static part of a product: hashable, equal for equal settings."""
+
+    contraction: Contraction
+    plan: LayerPlan
+    site: _Site
+    out_dtype: str
+    precision: object
+
+    def spec(self, role: str) -> PartitionSpec:
+        return _spec(self.contraction, self.plan.forward, role)
+
+
+def _on_explicit_axes(call: _Call, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """Enters an Explicit mesh in context: inside, its axes are automatic."""
+    specs = {"m": jax.typeof(lhs).sharding.spec[0], "n": jax.typeof(rhs).sharding.spec[1]}
+    ours = {call.plan.forward.row_axis, call.plan.forward.col_axis}
+    entries = []
+    for label, entry in zip("mn", call.spec("out"), strict=True):
+        kept = tuple(name for name in _names(specs[label]) if name not in ours)
+        used = [name for done in entries for name in _names(done)]
+        entries.append(_entry(tuple(n for n in kept if n not in used) + _names(entry)))
+    enter = jax.sharding.auto_axes(
+        functools.partial(_placed_product, call), out_sharding=PartitionSpec(*entries)
+    )
+    return enter(lhs, rhs)
+
+
+def _names(entry) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+def _placed_product(call: _Call, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    lhs, rhs = _place(call, lhs, "lhs"), _place(call, rhs, "rhs")
+    if 0 in lhs.shape + rhs.shape:  # nothing to move: an empty result, or a sum of no terms
+        out = jnp.zeros((lhs.shape[0], rhs.shape[1]), call.out_dtype)
+        return _place(call, out, "out")
+    out = _product(call, lhs, rhs)
+    if call.site.restore is not None:
+        out = jax.device_put(out, NamedSharding(call.site.restore, call.spec("out")))
+    return out
+
+
+def _place(call: _Call, x: jax.Array, role: str) -> jax.Array:
+    """Puts an operand where the plan wants it, before it becomes a residual."""
+    site = call.site
+    if site.partial:  # other axes are the caller's: a constraint here would replicate over them
+        return x
+    if site.mesh is None:
+        return lax.with_sharding_constraint(x, call.spec(role)) if _traced(x) else x
+    sharding = NamedSharding(site.mesh, call.spec(role))
+    if _traced(x):
+        return lax.with_sharding_constraint(x, sharding)
+    return jax.device_put(x, sharding)
+
+
+def _traced(x) -> bool:
+    return isinstance(x, jax.core.Tracer)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(call: _Call, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """The product over the mesh; lhs and rhs in the storage order of the contraction."""
+    plan, site = call.plan.forward, call.site
+    names = algorithms.axis_names(plan)
+    accum = GemmProblem(
+        m=0, n=0, k=0, lhs_dtype=lhs.dtype.name, rhs_dtype=rhs.dtype.name, out_dtype=call.out_dtype
+    )
+    job = Job(
+        contraction=call.contraction,
+        plan=plan,
+        row=site.axis(names["row"]),
+        col=site.axis(names["col"]),
+        accum_dtype=accum.accum_dtype,
+        # A 16-bit reduction in a partially manual shard_map aborts XLA:CPU.
+        wire_dtype=accum.accum_dtype
+        if site.partial and site.platform == "cpu"
+        else wire_dtype(accum, plan),
+        out_dtype=call.out_dtype,
+        precision=call.precision,
+        rolled=plan.loop == "rolled" or (plan.loop == "auto" and site.platform != "tpu"),
+    )
+    kernel = algorithms.algorithm_of(plan).kernel
+    mapped = jax.shard_map(
+        lambda a, b: kernel(a, b, job),
+        mesh=site.mesh,
+        in_specs=(call.spec("lhs"), call.spec("rhs")),
+        out_specs=call.spec("out"),
+        axis_names=site.manual,
+    )
+    return mapped(lhs, rhs)
+
+
+def _forward(call: _Call, lhs: jax.Array, rhs: jax.Array):
+    return _product(call, lhs, rhs), (lhs, rhs)
+
+
+def _backward(call: _Call, residuals, ct: jax.Array):
+    lhs, rhs = residuals
+    operands = {"lhs": lhs, "rhs": rhs, "ct": ct}
+    return tuple(_gradient(call, operands, wrt) for wrt in ("lhs", "rhs"))
+
+
+def _gradient(call: _Call, operands: dict[str, jax.Array], wrt: str) -> jax.Array:
+    gradient = call.contraction.gradient(wrt)
+    first, second = gradient.operands
+    part = dataclasses.replace(
+        call,
+        contraction=gradient.contraction,
+        plan=as_layer_plan(call.plan.gradient(wrt)),
+        out_dtype=operands[wrt].dtype.name,
+    )
+    found = _product(part, operands[first], operands[second])
+    # Inside a caller's shard_map the cotangent of an operand that is the same along
+    # an outer axis is the sum over that axis.
+    extra = compat.varying_axes(found) - compat.varying_axes(operands[wrt])
+    if not extra:
+        return found
+    wide = found.astype(accumulation_dtype(found.dtype))
+    return lax.psum(wide, tuple(sorted(extra))).astype(found.dtype)
+
+
+_product.defvjp(_forward, _backward)

@@ -1,0 +1,155 @@
+"""Plans: what is to run, as plain frozen values.
+
+A `GemmPlan` says how one product runs: algorithm, dataflow, slice count and the
+names of the two mesh axes, but no sizes and no devices, so one plan serves every
+layer and mesh that it fits, compares equal and hashes equal (nothing retraces),
+pickles, and goes to JSON and back. A `LayerPlan` adds the two backward products
+of a training step. Everything that interprets a plan (placements, checks,
+kernels, schedules) reads the dataflow table; plans only choose.
+"""
+
+import dataclasses
+
+from meshslice_jax.dataflow import Contraction, Dataflow
+
+_CHOICES = {
+    "reduce_dtype": ("float32", "output"),
+    "reduce_scatter": ("native",),
+    "loop": ("auto", "unrolled", "rolled"),
+    "ring": ("row", "col"),
+    "split": ("column", "row"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GemmPlan:
+    """How one product `out[m, n] = lhs[m, k] @ rhs[k, n]` runs on a 2D mesh.
+
+    Attributes:
+      algorithm: a name in `ALGORITHMS`.
+      dataflow: which matrix stays put: "os" (out), "ls" (lhs) or "rs" (rhs).
+      slice_count: steps into which the product is cut. 1 is legal everywhere
+        and means the algorithm's natural number of steps.
+      block_size: consecutive indices of the streamed dimension that a slice
+        takes at a time (MeshSlice); None is the largest legal size.
+      row_axis: mesh axis along which mesh-row coordinates vary.
+      col_axis: mesh axis along which mesh-column coordinates vary. Exchanging
+        the two names gives the twin dataflow.
+      reduce_dtype: what a reduce-scatter carries between chips: "float32" (the
+        accumulation dtype; rounded once) or "output" (the output's dtype, half
+        the bytes for bfloat16, rounded per hop).
+      reduce_scatter: form of the reduce-scatter; "native" is the collective.
+      loop: how slices are run: "unrolled", "rolled" (one loop body), or "auto":
+        unrolled for TPUs, rolled elsewhere (MeshSlice).
+      ring: the axis whose collective becomes a ring of neighbour sends (Wang).
+      split: "column" gathers lhs over m, "row" reduce-scatters out over m (1D
+        tensor parallelism).
+      packets: pieces into which a panel is cut so that its broadcast is
+        pipelined along the ring (SUMMA).
+    """
+
+    algorithm: str = "meshslice"
+    dataflow: Dataflow = Dataflow.OS
+    slice_count: int = 1
+    block_size: int | None = None
+    row_axis: str = "row"
+    col_axis: str = "col"
+    reduce_dtype: str = "float32"
+    reduce_scatter: str = "native"
+    loop: str = "auto"
+    ring: str = "col"
+    split: str = "column"
+    packets: int = 1
+
+    def __post_init__(self):
+        object.__setattr__(self, "dataflow", _dataflow(self.dataflow))
+        for field, choices in _CHOICES.items():
+            if getattr(self, field) not in choices:
+                raise ValueError(
+                    f"GemmPlan: {field}={getattr(self, field)!r} is not one of {', '.join(choices)}"
+                )
+        for field in ("algorithm", "row_axis", "col_axis"):
+            if not isinstance(getattr(self, field), str):
+                raise TypeError(f"GemmPlan: {field} must be a string, got {getattr(self, field)!r}")
+        if self.row_axis == self.col_axis:
+            raise ValueError(f"GemmPlan: row_axis and col_axis are both {self.row_axis!r}")
+        _positive("slice_count", self.slice_count)
+        _positive("packets", self.packets)
+        if self.block_size is not None:
+            _positive("block_size", self.block_size)
+
+    @property
+    def contraction(self) -> Contraction:
+        """The product under this plan's dataflow, in natural form."""
+        return Contraction(dataflow=self.dataflow)
+
+    def gradient(self, wrt: str) -> "GemmPlan":
+        """The plan of the backward product for `wrt`: only the dataflow changes."""
+        dataflow = self.contraction.gradient(wrt).contraction.dataflow
+        return dataclasses.replace(self, dataflow=dataflow)
+
+
+def _dataflow(value) -> Dataflow:
+    try:
+        return Dataflow(value)
+    except ValueError:
+        names = ", ".join(d.value for d in Dataflow)
+        raise ValueError(f"GemmPlan: dataflow={value!r} is not one of {names}") from None
+
+
+def _positive(field: str, value) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"GemmPlan: {field} must be an int, got {value!r}")
+    if value < 1:
+        raise ValueError(f"GemmPlan: {field} must be at least 1, got {value}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerPlan:
+    """The three products of a layer's training step.
+
+    Attributes:
+      forward: `out = lhs @ rhs`.
+      grad_lhs: the gradient with respect to lhs; None derives it from `forward`.
+      grad_rhs: the gradient with respect to rhs; None derives it from `forward`.
+
+    The dataflows of the gradients are those of the table, and all three share
+    their axes: that is what lets a step run without moving an operand.
+
+    Raises:
+      ValueError: a backward plan whose dataflow or axes are not the table's.
+    """
+
+    forward: GemmPlan
+    grad_lhs: GemmPlan | None = None
+    grad_rhs: GemmPlan | None = None
+
+    def __post_init__(self):
+        if not isinstance(self.forward, GemmPlan):
+            raise TypeError(f"LayerPlan: forward must be a GemmPlan, got {self.forward!r}")
+        for wrt in ("lhs", "rhs"):
+            derived = self.forward.gradient(wrt)
+            given = getattr(self, f"grad_{wrt}")
+            if given is None:
+                object.__setattr__(self, f"grad_{wrt}", derived)
+                continue
+            for field in ("dataflow", "row_axis", "col_axis", "split"):
+                if getattr(given, field) != getattr(derived, field):
+                    raise ValueError(
+                        f"LayerPlan: grad_{wrt}.{field} is {getattr(given, field)!s}, but the "
+                        f"gradient of a forward product with dataflow "
+                        f"{self.forward.dataflow.value!r} needs {getattr(derived, field)!s}"
+                    )
+
+    def gradient(self, wrt: str) -> GemmPlan:
+        """The plan of the backward product for `wrt`."""
+        return self.grad_lhs if wrt == "lhs" else self.grad_rhs
+
+
+def as_layer_plan(plan: GemmPlan | LayerPlan) -> LayerPlan:
+    """A LayerPlan as it is, a GemmPlan with its derived backward plans."""
+    if isinstance(plan, LayerPlan):
+        return plan
+    if isinstance(plan, GemmPlan):
+        return LayerPlan(forward=plan)
+    raise TypeError(f"plan must be a GemmPlan or a LayerPlan, got {type(plan).__name__}")

@@ -1,0 +1,79 @@
+"""One matrix product and its extents.
+
+A product is three matrices over three indices: `lhs[m, k]`, `rhs[k, n]` and
+`out[m, n]`, always in this natural form and always with global extents. What
+is counted here (FLOPs, bytes) does not depend on any mesh, dataflow or
+algorithm; those are the business of `dataflow` and `schedule`.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+#: The three matrices of a product, by role.
+ROLES = ("lhs", "rhs", "out")
+#: Index labels of each role in natural storage order.
+NATURAL = {"lhs": "mk", "rhs": "kn", "out": "mn"}
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element of `dtype` (a NumPy or JAX dtype name)."""
+    return int(jnp.dtype(dtype).itemsize)
+
+
+def accumulation_dtype(dtype: str | np.dtype) -> str:
+    """The dtype in which local sums over slices and steps are kept.
+
+    float32 for every float of at most 32 bits, int32 for integers of at most
+    32 bits, otherwise the dtype itself (float64, int64, complex).
+    """
+    dtype = jnp.dtype(dtype)
+    if jnp.issubdtype(dtype, jnp.floating):
+        return "float64" if dtype == jnp.float64 else "float32"
+    if jnp.issubdtype(dtype, jnp.signedinteger) and dtype.itemsize <= 4:
+        return "int32"
+    if jnp.issubdtype(dtype, jnp.unsignedinteger) and dtype.itemsize <= 4:
+        return "uint32"
+    return dtype.name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GemmProblem:
+    """Global extents and dtypes of `out[m, n] = lhs[m, k] @ rhs[k, n]`."""
+
+    m: int
+    n: int
+    k: int
+    lhs_dtype: str = "float32"
+    rhs_dtype: str = "float32"
+    out_dtype: str = "float32"
+
+    @classmethod
+    def uniform(cls, m: int, n: int, k: int, dtype: str = "float32") -> "GemmProblem":
+        """A product whose three matrices share one dtype."""
+        return cls(m=m, n=n, k=k, lhs_dtype=dtype, rhs_dtype=dtype, out_dtype=dtype)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the product: 2 m n k."""
+        return 2 * self.m * self.n * self.k
+
+    @property
+    def accum_dtype(self) -> str:
+        """The dtype of local sums: the wider accumulation of output and inputs."""
+        inputs = jnp.promote_types(self.lhs_dtype, self.rhs_dtype)
+        return accumulation_dtype(jnp.promote_types(inputs, self.out_dtype))
+
+    def extent(self, label: str) -> int:
+        """The extent of index `label`, one of "m", "n", "k"."""
+        return {"m": self.m, "n": self.n, "k": self.k}[label]
+
+    def dtype(self, role: str) -> str:
+        """The dtype name of the matrix in `role`."""
+        return {"lhs": self.lhs_dtype, "rhs": self.rhs_dtype, "out": self.out_dtype}[role]
+
+    def bytes(self, role: str) -> int:
+        """Bytes of the whole (global) matrix in `role`."""
+        rows, cols = (self.extent(label) for label in NATURAL[role])
+        return rows * cols * itemsize(self.dtype(role))
