@@ -7,7 +7,7 @@ import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported: no look for accelerators
 
-import jax  # noqa: E402
+import jax
 
 NUM_DEVICES = 16
 

@@ -306,9 +306,13 @@ def _product(call: _Call, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         precision=call.precision,
         rolled=plan.loop == "rolled" or (plan.loop == "auto" and site.platform != "tpu"),
     )
-    kernel = algorithms.algorithm_of(plan).kernel
+
+    def kernel(lhs_shard, rhs_shard):
+        with jax.named_scope(f"{plan.algorithm}/{plan.dataflow.value}"):
+            return algorithms.algorithm_of(plan).kernel(lhs_shard, rhs_shard, job)
+
     mapped = jax.shard_map(
-        lambda a, b: kernel(a, b, job),
+        kernel,
         mesh=site.mesh,
         in_specs=(call.spec("lhs"), call.spec("rhs")),
         out_specs=call.spec("out"),
@@ -347,3 +351,53 @@ def _gradient(call: _Call, operands: dict[str, jax.Array], wrt: str) -> jax.Arra
 
 
 _product.defvjp(_forward, _backward)
+
+
+def contract(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    plan: GemmPlan,
+    contraction: Contraction,
+    *,
+    mesh: Mesh,
+    out_dtype: str,
+    precision=None,
+) -> jax.Array:
+    """One product by itself, its matrices in the storage order of `contraction`.
+
+    What reverse mode runs as a backward pass, for those who time or inspect one pass:
+    `plan.gradient(wrt)` and `contraction.gradient(wrt).contraction` of a forward plan.
+
+    Args:
+      lhs: the product's own lhs, stored as `contraction.lhs` says.
+      rhs: its rhs, stored as `contraction.rhs` says.
+      plan: how it runs; its dataflow is the contraction's.
+      contraction: dataflow and storage order.
+      mesh: the mesh, with Auto axes.
+      out_dtype: dtype of the result.
+      precision: as for `lax.dot_general`.
+
+    Returns:
+      out, stored as `contraction.out` says.
+
+    Raises:
+      ValueError: the product cannot run as planned.
+    """
+    extents = {
+        label: x.shape[contraction.dim(role, label)]
+        for role, x in (("lhs", lhs), ("rhs", rhs))
+        for label in contraction.indices(role)
+    }
+    problem = GemmProblem(
+        **extents, lhs_dtype=lhs.dtype.name, rhs_dtype=rhs.dtype.name, out_dtype=out_dtype
+    )
+    site = _find_site(mesh, plan)
+    algorithms.schedule(problem, plan, site.shape(plan))  # raises where it cannot run
+    call = _Call(
+        contraction=contraction,
+        plan=as_layer_plan(plan),
+        site=site,
+        out_dtype=out_dtype,
+        precision=_hashable(precision),
+    )
+    return _placed_product(call, lhs, rhs)

@@ -1,0 +1,75 @@
+"""Fair wall-clock times: candidates take turns, every output is waited for.
+
+A machine drifts (clock speed, neighbours, caches), so candidates that are to be
+compared run in one interleaved loop: every round calls each of them once, from a
+different starting point, and ratios are formed within a round before their median
+is taken. Compilation and the first, slow call happen outside.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Hashable, Mapping
+from typing import TypeVar
+
+import jax
+
+Name = TypeVar("Name", bound=Hashable)
+
+
+@dataclasses.dataclass(frozen=True)
+class Samples:
+    """Times of one candidate in seconds, one a round, in the order of the rounds."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def min_s(self) -> float:
+        return min(self.seconds)
+
+    @property
+    def max_s(self) -> float:
+        return max(self.seconds)
+
+    def ratio_to(self, base: "Samples") -> float:
+        """The median over rounds of this time divided by the base's of the same round."""
+        pairs = zip(self.seconds, base.seconds, strict=True)
+        return statistics.median(ours / theirs for ours, theirs in pairs)
+
+
+def interleaved(
+    calls: Mapping[Name, Callable[[], object]],
+    repeats: int,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    wait: Callable[[object], object] = jax.block_until_ready,
+) -> dict[Name, Samples]:
+    """Times every call once a round, for `repeats` rounds.
+
+    Args:
+      calls: what to time, compiled and warmed up.
+      repeats: rounds.
+      clock: seconds, monotonic.
+      wait: blocks until all arrays in a call's result are there.
+
+    Returns:
+      The samples of each call.
+
+    Raises:
+      ValueError: no rounds.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats must be at least 1, got {repeats}")
+    names = list(calls)
+    seconds: dict[Name, list[float]] = {name: [] for name in names}
+    for turn in range(repeats):
+        start = turn % len(names) if names else 0
+        for name in names[start:] + names[:start]:
+            begin = clock()
+            wait(calls[name]())
+            seconds[name].append(clock() - begin)
+    return {name: Samples(tuple(found)) for name, found in seconds.items()}
