@@ -126,12 +126,12 @@ class Contraction:
         """The storage dimension of index `label` in `role`."""
         return self.indices(role).index(label)
 
-    @property
+    @functools.cached_property
     def stationary(self) -> str:
         """The role that stays put."""
         return TABLE[self.dataflow].stationary
 
-    @property
+    @functools.cached_property
     def streamed(self) -> str:
         """The index that the stationary matrix lacks; it is sliced."""
         row = TABLE[self.dataflow]
@@ -150,7 +150,7 @@ class Contraction:
         first, second = self.indices(role)
         return self.axis(role, first), self.axis(role, second)
 
-    @property
+    @functools.cached_property
     def movers(self) -> tuple[Mover, Mover]:
         """The two matrices that move, the one along "col" first."""
         found = [

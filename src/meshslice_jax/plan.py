@@ -9,6 +9,7 @@ kernels, schedules) reads the dataflow table; plans only choose.
 """
 
 import dataclasses
+import functools
 
 from meshslice_jax.dataflow import Contraction, Dataflow
 
@@ -81,12 +82,18 @@ class GemmPlan:
     @property
     def contraction(self) -> Contraction:
         """The product under this plan's dataflow, in natural form."""
-        return Contraction(dataflow=self.dataflow)
+        return _natural(self.dataflow)
 
     def gradient(self, wrt: str) -> "GemmPlan":
         """The plan of the backward product for `wrt`: only the dataflow changes."""
         dataflow = self.contraction.gradient(wrt).contraction.dataflow
         return dataclasses.replace(self, dataflow=dataflow)
+
+
+@functools.cache
+def _natural(dataflow: Dataflow) -> Contraction:
+    """One contraction a dataflow: the tuner asks for it a hundred thousand times."""
+    return Contraction(dataflow=dataflow)
 
 
 def _dataflow(value) -> Dataflow:

@@ -7,6 +7,7 @@ algorithm; those are the business of `dataflow` and `schedule`.
 """
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +18,7 @@ ROLES = ("lhs", "rhs", "out")
 NATURAL = {"lhs": "mk", "rhs": "kn", "out": "mn"}
 
 
+@functools.lru_cache(maxsize=256)
 def itemsize(dtype: str) -> int:
     """Bytes of one element of `dtype` (a NumPy or JAX dtype name)."""
     return int(jnp.dtype(dtype).itemsize)
@@ -36,6 +38,11 @@ def accumulation_dtype(dtype: str | np.dtype) -> str:
     if jnp.issubdtype(dtype, jnp.unsignedinteger) and dtype.itemsize <= 4:
         return "uint32"
     return dtype.name
+
+
+@functools.lru_cache(maxsize=256)
+def _widest_accumulation(lhs: str, rhs: str, out: str) -> str:
+    return accumulation_dtype(jnp.promote_types(jnp.promote_types(lhs, rhs), out))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,8 +69,7 @@ class GemmProblem:
     @property
     def accum_dtype(self) -> str:
         """The dtype of local sums: the wider accumulation of output and inputs."""
-        inputs = jnp.promote_types(self.lhs_dtype, self.rhs_dtype)
-        return accumulation_dtype(jnp.promote_types(inputs, self.out_dtype))
+        return _widest_accumulation(self.lhs_dtype, self.rhs_dtype, self.out_dtype)
 
     def extent(self, label: str) -> int:
         """The extent of index `label`, one of "m", "n", "k"."""
