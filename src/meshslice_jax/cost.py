@@ -26,10 +26,8 @@ slower than everything in turn. (The same words as the JAX scaling book's.)
 import dataclasses
 import functools
 
-import jax.numpy as jnp
-
 from meshslice_jax.hardware import HardwareSpec
-from meshslice_jax.problem import GemmProblem, itemsize
+from meshslice_jax.problem import GemmProblem, itemsize, promoted_dtype
 from meshslice_jax.schedule import Product, Schedule, Step, Transfer
 
 
@@ -187,4 +185,4 @@ def product_s(product: Product, problem: GemmProblem, hardware: HardwareSpec) ->
 @functools.lru_cache(maxsize=256)
 def _operands(lhs: str, rhs: str, out: str) -> tuple[str, int, int, int]:
     """The dtype in which operands meet, and the bytes of one element of each matrix."""
-    return jnp.promote_types(lhs, rhs).name, itemsize(lhs), itemsize(rhs), itemsize(out)
+    return promoted_dtype(lhs, rhs), itemsize(lhs), itemsize(rhs), itemsize(out)

@@ -9,6 +9,7 @@ algorithm; those are the business of `dataflow` and `schedule`.
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -24,6 +25,7 @@ def itemsize(dtype: str) -> int:
     return int(jnp.dtype(dtype).itemsize)
 
 
+@functools.lru_cache(maxsize=256)
 def accumulation_dtype(dtype: str | np.dtype) -> str:
     """The dtype in which local sums over slices and steps are kept.
 
@@ -41,8 +43,10 @@ def accumulation_dtype(dtype: str | np.dtype) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def _widest_accumulation(lhs: str, rhs: str, out: str) -> str:
-    return accumulation_dtype(jnp.promote_types(jnp.promote_types(lhs, rhs), out))
+def promoted_dtype(*dtypes: str) -> str:
+    """The dtype in which operands of `dtypes` meet, also where the user's JAX is strict."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.dtype(functools.reduce(jnp.promote_types, dtypes)).name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +73,7 @@ class GemmProblem:
     @property
     def accum_dtype(self) -> str:
         """The dtype of local sums: the wider accumulation of output and inputs."""
-        return _widest_accumulation(self.lhs_dtype, self.rhs_dtype, self.out_dtype)
+        return accumulation_dtype(promoted_dtype(self.lhs_dtype, self.rhs_dtype, self.out_dtype))
 
     def extent(self, label: str) -> int:
         """The extent of index `label`, one of "m", "n", "k"."""
