@@ -1,0 +1,39 @@
+"""The `meshslice` program: its commands by name."""
+
+from typing import Annotated
+
+import typer
+
+import meshslice_jax
+from meshslice_jax.cli.bench import bench
+from meshslice_jax.cli.doctor import doctor
+
+app = typer.Typer(
+    name="meshslice",
+    help="2D tensor-parallel matrix products on JAX meshes.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(bench)
+app.command()(doctor)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"meshslice-jax {meshslice_jax.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Version.")
+    ] = False,
+) -> None:
+    """2D tensor-parallel matrix products on JAX meshes."""
+
+
+def main() -> None:
+    """Entry point of the `meshslice` script."""
+    app()

@@ -1,0 +1,146 @@
+"""`meshslice bench`: measured products, each answer checked before it is timed."""
+
+import contextlib
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import typer
+from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+
+from meshslice_jax import algorithms, models
+from meshslice_jax import bench as benchmark
+from meshslice_jax.cli import common, report
+from meshslice_jax.dataflow import Dataflow
+from meshslice_jax.mesh import make_mesh, parse_mesh_shape
+from meshslice_jax.problem import GemmProblem
+
+DTYPES = ("float32", "bfloat16", "float16", "float64", "int8")
+
+
+def bench(
+    mesh: Annotated[str, typer.Option(help="Mesh as ROWSxCOLS.")] = "4x4",
+    devices: Annotated[
+        int | None, typer.Option(help="CPU devices to emulate; by default what the mesh needs.")
+    ] = None,
+    platform: Annotated[
+        str, typer.Option(help="cpu (emulated devices), or the real devices of tpu or gpu.")
+    ] = "cpu",
+    model: Annotated[
+        str | None, typer.Option(help="The FC layers of a model: a name or a config.json.")
+    ] = None,
+    mkn: Annotated[
+        list[str] | None, typer.Option(help="M,K,N of a product A[m,k] B[k,n]; may be repeated.")
+    ] = None,
+    layers: Annotated[str, typer.Option(help="Layers of the model, or all.")] = "all",
+    batch: Annotated[int, typer.Option(help="Sequences of the model's input.", min=1)] = 1,
+    seq_len: Annotated[
+        int | None, typer.Option(help="Tokens a sequence; by default the model's own.", min=1)
+    ] = None,
+    names: Annotated[str, typer.Option("--algorithms", help="Algorithms, or all.")] = "all",
+    dataflows: Annotated[
+        str, typer.Option(help="Forward dataflows of os,ls,rs; auto keeps the largest matrix.")
+    ] = "auto",
+    slices: Annotated[
+        str, typer.Option(help="Slice counts such as 1,4; auto is 4 or less for MeshSlice, else 1.")
+    ] = "auto",
+    block_size: Annotated[
+        int | None, typer.Option(help="Block of MeshSlice's slices; by default the largest.", min=1)
+    ] = None,
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "float32",
+    passes: Annotated[str, typer.Option(help="Passes of fwd,dlhs,drhs.")] = "fwd,dlhs,drhs",
+    repeats: Annotated[int, typer.Option(help="Rounds of timing.")] = 7,
+    json: Annotated[
+        Path | None, typer.Option(help="Write rows as a JSON list (.jsonl: one a line).")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Write a PNG, with its data as CSV beside it.")
+    ] = None,
+) -> None:
+    """Time algorithms on a mesh, beside GSPMD and a dense product on one device.
+
+    Every answer is compared with NumPy's first; a wrong one ends with exit code 1.
+    Candidates of a pass take turns; compilation and warm-up are apart.
+    """
+    with common.usage_errors():
+        if plot is not None:
+            report.require_matplotlib()
+        for path in (json, plot):
+            if path is not None and not path.absolute().parent.is_dir():
+                raise ValueError(f"{path}: there is no folder {path.absolute().parent}")
+        shape = parse_mesh_shape(mesh)
+        options = benchmark.Options(
+            layers=find_layers(model, mkn or [], layers, batch, seq_len, dtype),
+            mesh_shape=shape,
+            names=tuple(algorithms.ALGORITHMS) if names == "all" else common.comma_list(names),
+            dataflows=None if dataflows == "auto" else _dataflows(dataflows),
+            slices=None if slices == "auto" else common.positive_ints(slices, "--slices"),
+            block_size=block_size,
+            passes=common.comma_list(passes),
+            repeats=repeats,
+        )
+        if dtype == "float64":
+            jax.config.update("jax_enable_x64", True)
+        found = common.find_devices(platform, shape, devices)
+        device_mesh = make_mesh(shape, devices=found)
+    if report.print_bench(options, found, _measure(options, device_mesh), json, plot):
+        raise typer.Exit(1)
+
+
+def find_layers(
+    model: str | None,
+    mkn: list[str],
+    layers: str,
+    batch: int,
+    seq_len: int | None,
+    dtype: str,
+) -> dict[str, GemmProblem]:
+    """The forward products that the options name.
+
+    Raises:
+      ValueError: neither or both of model and mkn, or something unknown in them.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    if (model is None) == (not mkn):
+        raise ValueError("give either --model NAME or --mkn M,K,N")
+    if mkn:
+        return {text: _product(text, dtype) for text in mkn}
+    found = models.model_layers(model, batch=batch, seq_len=seq_len, dtype=dtype)
+    wanted = tuple(found) if layers == "all" else common.comma_list(layers)
+    if unknown := [name for name in wanted if name not in found]:
+        raise ValueError(f"{model} has no layer {', '.join(unknown)}; it has {', '.join(found)}")
+    return {
+        name: benchmark.product(found[name].m, found[name].n, found[name].k, dtype)
+        for name in wanted
+    }
+
+
+def _product(text: str, dtype: str) -> GemmProblem:
+    extents = common.positive_ints(text, "--mkn")
+    if len(extents) != 3:
+        raise ValueError(f"--mkn {text!r} is not three extents M,K,N")
+    m, k, n = extents
+    return benchmark.product(m, n, k, dtype)
+
+
+def _dataflows(text: str) -> tuple[Dataflow, ...]:
+    names = common.comma_list(text)
+    if unknown := [name for name in names if name not in list(Dataflow)]:
+        legal = ", ".join(Dataflow)
+        raise ValueError(f"unknown dataflow {', '.join(unknown)}; there are {legal}")
+    return tuple(Dataflow(name) for name in names)
+
+
+def _measure(options: benchmark.Options, mesh: jax.sharding.Mesh):
+    """`bench.run` with its progress on stderr."""
+    steps = sum(len(benchmark.candidates(options, case)) + 1 for case in benchmark.cases(options))
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn())
+    with Progress(*columns, console=common.stderr(), transient=True) as progress:
+        task = progress.add_task("", total=steps)
+        with contextlib.closing(
+            benchmark.run(
+                options, mesh, lambda text: progress.update(task, advance=1, description=text)
+            )
+        ) as results:
+            yield from results

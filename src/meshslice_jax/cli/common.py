@@ -1,0 +1,148 @@
+"""What the commands share: consoles, usage errors, lists, devices, the header."""
+
+import contextlib
+import importlib.metadata
+import os
+import platform as host
+import sys
+from collections.abc import Iterator
+
+import jax
+import typer
+from rich.console import Console
+
+import meshslice_jax
+from meshslice_jax import compat
+from meshslice_jax.mesh import MeshShape, emulate_devices
+
+#: Width of tables that go to a file or a pipe, where no terminal sets one.
+PLAIN_WIDTH = 150
+#: Environment variables that change what JAX does; also every JAX_*.
+FLAG_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+PLATFORMS = ("cpu", "tpu", "gpu")
+
+
+def stdout() -> Console:
+    """The console for results."""
+    width = None if sys.stdout.isatty() else PLAIN_WIDTH
+    return Console(width=width, highlight=False)
+
+
+def stderr() -> Console:
+    """The console for progress and errors."""
+    return Console(stderr=True, highlight=False)
+
+
+@contextlib.contextmanager
+def usage_errors() -> Iterator[None]:
+    """Turns a ValueError or RuntimeError inside into a message and exit code 2."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        stderr().print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(2) from error
+
+
+def comma_list(text: str) -> tuple[str, ...]:
+    """Reads "a,b" as ("a", "b"), each once.
+
+    Raises:
+      ValueError: nothing between two commas.
+    """
+    items = tuple(item.strip() for item in text.split(","))
+    if not all(items):
+        raise ValueError(f"{text!r} is not a list such as a,b")
+    return tuple(dict.fromkeys(items))
+
+
+def positive_ints(text: str, what: str) -> tuple[int, ...]:
+    """Reads "1,4" as (1, 4).
+
+    Raises:
+      ValueError: an item is not a positive integer.
+    """
+    items = [item.strip() for item in text.split(",")]
+    if not all(item.isdecimal() and int(item) > 0 for item in items):
+        raise ValueError(f"{what} {text!r} is not a list of positive integers such as 1,4")
+    return tuple(int(item) for item in items)
+
+
+def find_devices(platform: str, shape: MeshShape, count: int | None) -> list[jax.Device]:
+    """The devices of a platform; on "cpu" as many emulated ones as asked for.
+
+    Args:
+      platform: "cpu", "tpu" or "gpu".
+      shape: the mesh that they must fill.
+      count: how many to emulate; None is what the mesh needs.
+
+    Raises:
+      ValueError: an unknown platform, or fewer devices than the mesh needs.
+      RuntimeError: JAX already runs without them, or the platform is not there.
+    """
+    if platform not in PLATFORMS:
+        raise ValueError(f"platform {platform!r} is not one of {', '.join(PLATFORMS)}")
+    if platform == "cpu":
+        count = shape.num_chips if count is None else count
+        if count < shape.num_chips:
+            raise ValueError(f"a {shape} mesh needs {shape.num_chips} devices, got {count}")
+        if not compat.jax_has_started():
+            jax.config.update("jax_platforms", "cpu")
+        emulate_devices(count)
+    elif count is not None:
+        raise ValueError(f"devices are emulated on cpu only; {platform} has those that it has")
+    try:
+        devices = jax.devices(platform)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"no {platform} is visible to JAX ({error}); see `meshslice doctor`"
+        ) from error
+    if len(devices) < shape.num_chips:
+        raise ValueError(
+            f"a {shape} mesh needs {shape.num_chips} devices and there are {len(devices)} "
+            f"({platform})"
+        )
+    return devices
+
+
+def version_of(package: str) -> str | None:
+    """The installed version of a distribution, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def flags_in_effect() -> dict[str, str]:
+    """Environment variables that are set and change what JAX does."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name in FLAG_VARIABLES or name.startswith("JAX_")
+    }
+
+
+def num_threads() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def header(devices: list[jax.Device]) -> str:
+    """Versions, devices and flags in one line."""
+    versions = [f"meshslice-jax {meshslice_jax.__version__}"]
+    versions += [f"{name} {version_of(name)}" for name in ("jax", "jaxlib")]
+    versions.append(f"Python {host.python_version()}")
+    flags = [f"{name}={value!r}" for name, value in flags_in_effect().items()] or ["no flags set"]
+    kind = devices[0].device_kind
+    return " | ".join([", ".join(versions), f"{len(devices)} x {kind}", " ".join(flags)])
+
+
+def emulation_banner(devices: list[jax.Device]) -> str | None:
+    """The warning that belongs to every time measured on emulated devices."""
+    if devices[0].platform != "cpu":
+        return None
+    return (
+        f"EMULATED: {len(devices)} devices share {num_threads()} CPU threads. Times compare "
+        "programs with each other on this machine; they do not predict hardware."
+    )
