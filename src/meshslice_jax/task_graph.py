@@ -6,7 +6,7 @@ when its slices are there, a reduce-scatter follows its product. So the simulato
 on tasks and what each must wait for:
 
     gather for product p     the products before p - 1 (buffers of depth 2)
-    product p                its gathers; the scatters of products before p - 1
+    product p                its gathers, product p - 1, scatters of products before that
     scatter of product p     product p
 
 Tasks of one chip that use the same link or the MXU run one after the other. Between
@@ -394,9 +394,9 @@ def _place(
             tasks = _feed(draft, step, index, role, before, role in crossing, reuse)
             gathers[role].append(tasks)
             fed += tasks
-        blocked += tuple(t for t in fed if draft.tasks[t].work.kind == "all_gather")
+            blocked += tuple(t for t in tasks if draft.tasks[t].work.kind == "all_gather")
         full = draft.drains[-draft.depth] if len(draft.drains) >= draft.depth else []
-        after = (*fed, *waits["product"], *full)
+        after = (*draft.products[-1:], *fed, *waits["product"], *full)
         products.append(draft.add(step=index, work=step.product, after=after))
         draft.products.append(products[-1])
         sent = [
