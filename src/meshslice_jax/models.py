@@ -97,6 +97,12 @@ class ModelShape:
         return widths | {"ff1": (self.hidden, self.ffn), "ff2": (self.ffn, self.hidden)}
 
     @property
+    def branches(self) -> tuple[tuple[str, ...], ...]:
+        """The FC layers of a block between two additions to the residual stream."""
+        first, second, third, fourth = self.fc_widths
+        return (first, second), (third, fourth)
+
+    @property
     def block_weights(self) -> int:
         """Weights of the FC layers of one block."""
         return sum(k * n for k, n in self.fc_widths.values())

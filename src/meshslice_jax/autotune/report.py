@@ -1,0 +1,141 @@
+"""What the tuner found out about every mesh, and why all but one lost."""
+
+import dataclasses
+from typing import Literal
+
+from meshslice_jax.autotune.chain import Block, Solution
+from meshslice_jax.hardware import HardwareSpec
+from meshslice_jax.mesh import MeshShape
+from meshslice_jax.model_plan import PASSES, ModelPlan, PassPrediction, Prediction
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshReport:
+    """One mesh that was considered.
+
+    Attributes:
+      mesh_shape: of one replica.
+      data_parallel: number of replicas.
+      status: "chosen"; "slower" (its best plan was found and is slower); "bounded" (its
+        busiest resource alone takes longer than the chosen block); "rejected" (nothing
+        runs there, or nothing fits).
+      block_s: seconds of its best block; for "bounded", of a floor under it; None where
+        rejected.
+      memory_bytes: bytes of one chip under its best plan, None where there is none.
+      reason: why it lost, or was rejected.
+    """
+
+    mesh_shape: MeshShape
+    data_parallel: int
+    status: Literal["chosen", "slower", "bounded", "rejected"]
+    block_s: float | None
+    memory_bytes: int | None
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TuneReport:
+    """A plan with everything that it was chosen from.
+
+    Attributes:
+      plan: the chosen plan.
+      search: "exact" or "paper".
+      memory_limit_bytes: the limit that held.
+      meshes: every mesh considered: the chosen one, then by ascending block_s, then the
+        rejected ones.
+    """
+
+    plan: ModelPlan
+    search: str
+    memory_limit_bytes: int
+    meshes: tuple[MeshReport, ...]
+
+    @property
+    def runners_up(self) -> tuple[MeshReport, ...]:
+        """The meshes that run and lost, the best first."""
+        return tuple(one for one in self.meshes if one.status in ("slower", "bounded"))
+
+    @property
+    def rejected(self) -> tuple[MeshReport, ...]:
+        """The meshes on which nothing runs."""
+        return tuple(one for one in self.meshes if one.status == "rejected")
+
+
+def predict(
+    block: Block,
+    solution: Solution,
+    *,
+    data_parallel_s: float,
+    memory: str,
+    memory_bytes: int,
+    hardware: HardwareSpec,
+) -> Prediction:
+    """The prediction that goes with a solution; see `Prediction` for the arguments."""
+    layers = {
+        name: {part: _pass(product) for part, product in zip(PASSES, option.products, strict=True)}
+        for name, option in solution.options.items()
+    }
+    block_s = solution.total_s + data_parallel_s
+    flops = sum(
+        product.schedule.totals().flops
+        for option in solution.options.values()
+        for product in option.products
+    )
+    dtype = next(iter(block.problems.values())).lhs_dtype
+    return Prediction(
+        layers=layers,
+        fc_s=solution.fc_s,
+        relayout_s=solution.relayout_s,
+        data_parallel_s=data_parallel_s,
+        block_s=block_s,
+        utilisation=flops / (block_s * hardware.flops_per_s(dtype)),
+        memory=memory,
+        memory_bytes=memory_bytes,
+    )
+
+
+def _pass(product) -> PassPrediction:
+    cost, schedule = product.cost, product.schedule
+    return PassPrediction(
+        math_s=cost.math_s,
+        comm_row_s=cost.comm_row_s,
+        comm_col_s=cost.comm_col_s,
+        exposed_s=cost.exposed_s,
+        total_s=cost.total_s,
+        bytes_row=schedule.bytes_along("row"),
+        bytes_col=schedule.bytes_along("col"),
+        peak_bytes=schedule.peak_bytes,
+    )
+
+
+def why_slower(loser: Prediction, winner: Prediction) -> str:
+    """Where a slower block loses its time, in words."""
+    gaps = {
+        "products": _summed(loser, "math_s") - _summed(winner, "math_s"),
+        "exposed communication": _summed(loser, "exposed_s") - _summed(winner, "exposed_s"),
+        "relayouts": loser.relayout_s - winner.relayout_s,
+        "gradients' all-reduce": loser.data_parallel_s - winner.data_parallel_s,
+    }
+    ratio = loser.block_s / winner.block_s - 1
+    if ratio == 0:
+        return "equally fast; the tie goes to fewer twins, then fewer replicas, then fewer rows"
+    parts = [f"{name} {gap * 1e3:+.3f} ms" for name, gap in gaps.items() if abs(gap) >= 5e-7]
+    worst = max(_exposed(loser), key=lambda one: one[0])
+    return (
+        f"{ratio:+.1%}: {', '.join(parts)}; most exposed: {worst[1]} {worst[2]} "
+        f"({worst[0] * 1e3:.3f} ms)"
+    )
+
+
+def _summed(prediction: Prediction, field: str) -> float:
+    return sum(
+        getattr(one, field) for passes in prediction.layers.values() for one in passes.values()
+    )
+
+
+def _exposed(prediction: Prediction) -> list[tuple[float, str, str]]:
+    return [
+        (one.exposed_s, layer, name)
+        for layer, passes in prediction.layers.items()
+        for name, one in passes.items()
+    ]
