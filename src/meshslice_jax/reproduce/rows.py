@@ -243,9 +243,7 @@ def _sixteen_products(spec: HardwareSpec, wang: WangForm) -> list[Row]:
     over_wang = f"mean_gain_over_wang_16_products@{wang}@own_shape"
     return [
         _row("mean_gain_over_collective_16_products", BOTH, mean_gain("collective"), "percent"),
-        _row(
-            f"mean_gain_over_wang_16_products@{wang}@own_shape", BOTH, mean_gain("wang"), "percent"
-        ),
+        _row(over_wang, BOTH, mean_gain("wang"), "percent"),
         _row("meshslice_fastest_of_16_products", BOTH, fastest, "count"),
         _row("communication_model_error_on_hardware", BOTH, None, "percent", "reported", 4),
         *rows,

@@ -156,11 +156,12 @@ def single(
     hardware: HardwareSpec,
     wang: WangForm = DEFAULT_WANG,
     shapes: Iterable[MeshShape] | None = None,
+    slice_count: int | None = None,
 ) -> Timed:
     """One product by itself on its fastest mesh shape, the largest matrix stationary."""
     products = ((problem, largest_stationary(problem)),)
     found = (
-        _with_best_slices(products, shape, algorithm, hardware, None, wang)
+        _with_best_slices(products, shape, algorithm, hardware, slice_count, wang)
         for shape in shapes or mesh_shapes(num_chips)
         if algorithm != "cannon" or shape.rows == shape.cols
     )
