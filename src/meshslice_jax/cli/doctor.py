@@ -7,11 +7,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+import meshslice_jax
 from meshslice_jax.cli import common
 
-#: Distributions whose versions matter, the package's own first.
+#: Distributions whose versions matter, beside the package's own.
 PACKAGES = (
-    "meshslice-jax",
     "jax",
     "jaxlib",
     "numpy",
@@ -70,6 +70,7 @@ def find_platform(platform: str | None) -> list[jax.Device] | str:
 def _print_versions(console: Console) -> None:
     table = Table("package", "version", box=None, pad_edge=False)
     table.add_row("Python", f"{host.python_version()} on {host.system()} {host.machine()}")
+    table.add_row("meshslice-jax", meshslice_jax.__version__)
     for name in PACKAGES:
         table.add_row(name, common.version_of(name) or "not installed")
     console.print(table)
