@@ -8,9 +8,9 @@ suffer from. All prices (launch, hop, product, HBM traffic) are those of `cost`.
 
 Three steps:
 
-1. The order of each chip's transfers is fixed once, as a compiler would: list
-   scheduling with the nominal prices, the transfer that can start first goes first.
-   All chips run the same program, whatever happens to them.
+1. The order of each chip's transfers is fixed once, as a compiler would: on one
+   undisturbed chip, whatever can start starts, in program order. All chips then run
+   that program, whatever happens to them.
 2. Transfers are timed as soon as what they wait for is timed, products last. No
    transfer depends on a product that runs beside it, so a product finds all the
    links' traffic in its time already known.
@@ -199,7 +199,9 @@ def run(
     prices = [_nominal_s(graph, task, spec) for task in graph.tasks]
     cluster = _Cluster(graph=graph, spec=spec, faults=_Wear(faults, shape), shape=shape)
     cluster.record = record
-    for index in processing_order(graph.tasks, prices):
+    loads = [_load_s(task.work, spec) / p for task, p in zip(graph.tasks, prices, strict=True)]
+    issued = issue_order(graph.tasks, prices, loads)
+    for index in processing_order(graph.tasks, issued):
         if isinstance(graph.tasks[index].work, Product):
             cluster.multiply(index, prices[index])
         else:
@@ -233,47 +235,58 @@ def resources(work: Product | Transfer) -> tuple[str, ...]:
     return both if work.directions == 2 else both[1:]
 
 
-def issue_order(tasks: tuple[Task, ...], prices: list[float]) -> list[int]:
-    """List scheduling: again and again the task that can start first, ties in order.
+def issue_order(tasks: tuple[Task, ...], prices: list[float], loads: list[float]) -> list[int]:
+    """The order in which one undisturbed chip starts its tasks.
+
+    Whenever a resource is free, the first task in program order that has all it waits
+    for starts on it.
 
     Args:
       tasks: in program order; `after` points backwards.
       prices: nominal seconds of each.
+      loads: for each transfer, the share of its rate that it takes from a product.
     """
     waiting = [len(set(task.after)) for task in tasks]
     followers = collections.defaultdict(list)
     for index, task in enumerate(tasks):
         for before in set(task.after):
             followers[before].append(index)
-    ready = [0.0] * len(tasks)
-    free = dict.fromkeys(RESOURCES, 0.0)
-    candidates = [index for index, count in enumerate(waiting) if count == 0]
-    order = []
-    while candidates:
-        starts = {
-            index: max(ready[index], *(free[r] for r in resources(tasks[index].work)))
-            for index in candidates
-        }
-        chosen = min(candidates, key=lambda index: (starts[index], index))
-        candidates.remove(chosen)
-        order.append(chosen)
-        end = starts[chosen] + prices[chosen]
-        free |= dict.fromkeys(resources(tasks[chosen].work), end)
-        for follower in followers[chosen]:
-            ready[follower] = max(ready[follower], end)
+    ready = [index for index, count in enumerate(waiting) if count == 0]
+    left = list(prices)
+    running: dict[str, int] = {}
+    order: list[int] = []
+    while ready or running:
+        for index in sorted(ready):
+            needed = resources(tasks[index].work)
+            if not any(resource in running for resource in needed):
+                running |= dict.fromkeys(needed, index)
+                ready.remove(index)
+                order.append(index)
+        active = set(running.values())
+        rate = max(1 - sum(loads[index] for index in active), _LEAST_RATE)
+        rates = {i: rate if isinstance(tasks[i].work, Product) else 1.0 for i in active}
+        elapsed = min(left[i] / rates[i] for i in active)
+        # All that ends within rounding of the first end, ends with it.
+        over = [i for i in active if left[i] / rates[i] <= elapsed * (1 + 1e-9)]
+        for i in active:
+            left[i] -= elapsed * rates[i]
+        running = {r: i for r, i in running.items() if i not in over}
+        for follower in (f for i in over for f in followers[i]):
             waiting[follower] -= 1
             if waiting[follower] == 0:
-                candidates.append(follower)
+                ready.append(follower)
     return order
 
 
-def processing_order(tasks: tuple[Task, ...], prices: list[float]) -> Iterator[int]:
+def processing_order(tasks: tuple[Task, ...], issued: list[int]) -> Iterator[int]:
     """Issue order, with every transfer as early and every product as late as may be.
 
-    The order of tasks on each resource stays that of `issue_order`.
+    Args:
+      tasks: in program order.
+      issued: from `issue_order`; each resource keeps its order.
     """
     queues = {resource: collections.deque() for resource in RESOURCES}
-    for index in issue_order(tasks, prices):
+    for index in issued:
         for resource in resources(tasks[index].work):
             queues[resource].append(index)
     done = [False] * len(tasks)
@@ -433,10 +446,10 @@ class _Cluster:
         """Notes which share of its rate a transfer takes from products beside it."""
         if self.spec.contention == 0:
             return
-        share_s = self.spec.contention * transfer_hbm_bytes(transfer, self.spec)
-        share_s /= self.spec.hbm_bytes_per_s
         taken = end - start
-        load = np.divide(share_s, taken, out=np.zeros_like(taken), where=taken > 0)
+        load = np.divide(
+            _load_s(transfer, self.spec), taken, out=np.zeros_like(taken), where=taken > 0
+        )
         self.traffic.append((start, end, load))
 
     def _finish(self, index: int, start: np.ndarray, end: np.ndarray) -> None:
@@ -475,6 +488,13 @@ class _Cluster:
             held += change
             peak = max(peak, held)
         return peak
+
+
+def _load_s(work: Product | Transfer, spec: HardwareSpec) -> float:
+    """Seconds by which a transfer delays a product that runs beside all of it."""
+    if isinstance(work, Product):
+        return 0.0
+    return spec.contention * transfer_hbm_bytes(work, spec) / spec.hbm_bytes_per_s
 
 
 def _launch_s(transfer: Transfer, spec: HardwareSpec) -> float:

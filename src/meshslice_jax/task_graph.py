@@ -283,8 +283,8 @@ def _border(
         return ()
     if not _is_open(before, part, block):
         return placed.tail
-    # After dW nothing need wait; dW itself waits for dX's last product (unless prefetched).
-    return () if before.kind == GRAD_RHS else placed.tail[:1]
+    # dW needs nothing of dX, but without prefetching it starts after dX's last product.
+    return () if before.kind == GRAD_RHS or block.prefetch_saved else placed.tail[:1]
 
 
 def _early_roles(part: Part, block: BlockSchedule) -> tuple[str, ...]:
@@ -396,7 +396,7 @@ def _place(
             fed += tasks
             blocked += tuple(t for t in tasks if draft.tasks[t].work.kind == "all_gather")
         full = draft.drains[-draft.depth] if len(draft.drains) >= draft.depth else []
-        after = (*draft.products[-1:], *fed, *waits["product"], *full)
+        after = (*products[-1:], *fed, *waits["product"], *full)
         products.append(draft.add(step=index, work=step.product, after=after))
         draft.products.append(products[-1])
         sent = [
