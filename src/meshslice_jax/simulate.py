@@ -23,77 +23,23 @@ Everything is an array over the chips, so 4096 chips cost little more than 256.
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
 from meshslice_jax import links
 from meshslice_jax.block import BlockSchedule
+from meshslice_jax.block_graph import block_graph, block_parts
 from meshslice_jax.cost import product_s, transfer_hbm_bytes, transfer_s
+from meshslice_jax.faults import NO_FAULTS, Faults, Wear
 from meshslice_jax.hardware import HardwareSpec, hardware
+from meshslice_jax.issue_order import LEAST_RATE, issue_order, processing_order, resources
 from meshslice_jax.mesh import MeshShape
 from meshslice_jax.plan import GemmPlan, LayerPlan
 from meshslice_jax.problem import GemmProblem
 from meshslice_jax.schedule import Product, Schedule, Transfer
-from meshslice_jax.task_graph import (
-    Graph,
-    Part,
-    Task,
-    block_graph,
-    block_parts,
-    product_graph,
-    product_part,
-)
+from meshslice_jax.task_graph import Graph, Part, Task, product_graph, product_part
 from meshslice_jax.timeline import RESOURCES, Span, Timeline
-
-#: A product keeps at least this share of its rate, however fast the links are.
-_LEAST_RATE = 0.05
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Faults:
-    """What is wrong with the cluster; the default is nothing.
-
-    Attributes:
-      product_jitter: mean delay of a local product, as a fraction of its time. Delays
-        are exponential, drawn for each product and chip (the usual model of noise by
-        an operating system; most are short, few are long).
-      hop_jitter: the same for each hop of each link.
-      slow_chips: (row, col, factor): the chip's products take `factor` times as long.
-      slow_links: (row, col, link, factor) with link "row+", "row-", "col+" or "col-":
-        hops from that chip over that link take `factor` times as long.
-      seed: of the draws; equal seeds give equal timelines.
-
-    Raises:
-      ValueError: a negative jitter, a factor below 1, an unknown link.
-    """
-
-    product_jitter: float = 0.0
-    hop_jitter: float = 0.0
-    slow_chips: tuple[tuple[int, int, float], ...] = ()
-    slow_links: tuple[tuple[int, int, str, float], ...] = ()
-    seed: int = 0
-
-    def __post_init__(self):
-        for field in ("product_jitter", "hop_jitter"):
-            if getattr(self, field) < 0:
-                raise ValueError(
-                    f"Faults: {field} is a mean delay as a fraction of the time and cannot be "
-                    f"negative, got {getattr(self, field)}"
-                )
-        for *_, factor in (*self.slow_chips, *self.slow_links):
-            if factor < 1:
-                raise ValueError(
-                    f"Faults: a factor says how many times as long things take and must be at "
-                    f"least 1, got {factor}"
-                )
-        for _, _, link, _ in self.slow_links:
-            if link not in RESOURCES[1:]:
-                raise ValueError(f"Faults: link {link!r} is not one of {', '.join(RESOURCES[1:])}")
-
-
-#: A cluster in perfect order.
-NO_FAULTS = Faults()
 
 
 def simulate(
@@ -197,7 +143,7 @@ def run(
     """
     shape = _mesh_shape(graph)
     prices = [_nominal_s(graph, task, spec) for task in graph.tasks]
-    cluster = _Cluster(graph=graph, spec=spec, faults=_Wear(faults, shape), shape=shape)
+    cluster = _Cluster(graph=graph, spec=spec, faults=Wear(faults, shape), shape=shape)
     cluster.record = record
     loads = [_load_s(task.work, spec) / p for task, p in zip(graph.tasks, prices, strict=True)]
     issued = issue_order(graph.tasks, prices, loads)
@@ -227,136 +173,13 @@ def _nominal_s(graph: Graph, task: Task, spec: HardwareSpec) -> float:
     return transfer_s(task.work, spec, overlapped=task.overlapped)
 
 
-def resources(work: Product | Transfer) -> tuple[str, ...]:
-    """The MXU, or the links that a transfer occupies; one-way transfers use "-"."""
-    if isinstance(work, Product):
-        return ("mxu",)
-    both = (f"{work.axis}+", f"{work.axis}-")
-    return both if work.directions == 2 else both[1:]
-
-
-def issue_order(tasks: tuple[Task, ...], prices: list[float], loads: list[float]) -> list[int]:
-    """The order in which one undisturbed chip starts its tasks.
-
-    Whenever a resource is free, the first task in program order that has all it waits
-    for starts on it.
-
-    Args:
-      tasks: in program order; `after` points backwards.
-      prices: nominal seconds of each.
-      loads: for each transfer, the share of its rate that it takes from a product.
-    """
-    waiting = [len(set(task.after)) for task in tasks]
-    followers = collections.defaultdict(list)
-    for index, task in enumerate(tasks):
-        for before in set(task.after):
-            followers[before].append(index)
-    ready = [index for index, count in enumerate(waiting) if count == 0]
-    left = list(prices)
-    running: dict[str, int] = {}
-    order: list[int] = []
-    while ready or running:
-        for index in sorted(ready):
-            needed = resources(tasks[index].work)
-            if not any(resource in running for resource in needed):
-                running |= dict.fromkeys(needed, index)
-                ready.remove(index)
-                order.append(index)
-        active = set(running.values())
-        rate = max(1 - sum(loads[index] for index in active), _LEAST_RATE)
-        rates = {i: rate if isinstance(tasks[i].work, Product) else 1.0 for i in active}
-        elapsed = min(left[i] / rates[i] for i in active)
-        # All that ends within rounding of the first end, ends with it.
-        over = [i for i in active if left[i] / rates[i] <= elapsed * (1 + 1e-9)]
-        for i in active:
-            left[i] -= elapsed * rates[i]
-        running = {r: i for r, i in running.items() if i not in over}
-        for follower in (f for i in over for f in followers[i]):
-            waiting[follower] -= 1
-            if waiting[follower] == 0:
-                ready.append(follower)
-    return order
-
-
-def processing_order(tasks: tuple[Task, ...], issued: list[int]) -> Iterator[int]:
-    """Issue order, with every transfer as early and every product as late as may be.
-
-    Args:
-      tasks: in program order.
-      issued: from `issue_order`; each resource keeps its order.
-    """
-    queues = {resource: collections.deque() for resource in RESOURCES}
-    for index in issued:
-        for resource in resources(tasks[index].work):
-            queues[resource].append(index)
-    done = [False] * len(tasks)
-
-    def first_in_line(resource: str) -> int | None:
-        if not queues[resource]:
-            return None
-        head = queues[resource][0]
-        in_line = all(queues[r][0] == head for r in resources(tasks[head].work))
-        return head if in_line and all(done[before] for before in tasks[head].after) else None
-
-    left = len(tasks)
-    while left:
-        # The MXU is asked only when no link can go on.
-        heads = (first_in_line(resource) for resource in (*RESOURCES[1:], RESOURCES[0]))
-        chosen = next(head for head in heads if head is not None)
-        for resource in resources(tasks[chosen].work):
-            queues[resource].popleft()
-        done[chosen] = True
-        left -= 1
-        yield chosen
-
-
-class _Wear:
-    """Faults laid out over a mesh: how many times as long things take, and draws."""
-
-    def __init__(self, faults: Faults, shape: MeshShape):
-        self.faults = faults
-        self.chips = np.ones(shape)
-        self.links = {axis: np.ones((2, *shape)) for axis in ("row", "col")}
-        for row, col, factor in faults.slow_chips:
-            self.chips[_inside(row, col, shape)] = factor
-        for row, col, link, factor in faults.slow_links:
-            self.links[link[:-1]]["+-".index(link[-1])][_inside(row, col, shape)] = factor
-
-    def product_factor(self, task: int) -> np.ndarray:
-        """Per chip: how many times as long this product takes."""
-        if self.faults.product_jitter == 0:
-            return self.chips
-        draws = self._generator(task).exponential(size=self.chips.shape)
-        return self.chips * (1 + self.faults.product_jitter * draws)
-
-    def hop_times(self, task: int, transfer: Transfer, hop_s: float) -> links.HopTimes:
-        """Seconds of each hop of a transfer, drawn anew at each call."""
-        nominal = hop_s * links.orient(
-            self.links[transfer.axis], transfer.axis, transfer.directions
-        )
-        if self.faults.hop_jitter == 0:
-            return lambda: nominal
-        generator, jitter = self._generator(task), self.faults.hop_jitter
-        return lambda: nominal * (1 + jitter * generator.exponential(size=nominal.shape))
-
-    def _generator(self, task: int) -> np.random.Generator:
-        # One stream per task: draws do not depend on the order of processing.
-        return np.random.default_rng((self.faults.seed, task))
-
-
-def _inside(row: int, col: int, shape: MeshShape) -> tuple[int, int]:
-    if not (0 <= row < shape.rows and 0 <= col < shape.cols):
-        raise ValueError(f"Faults: chip ({row}, {col}) is outside the simulated {shape} mesh")
-    return row, col
-
-
 @dataclasses.dataclass(kw_only=True, eq=False)
 class _Cluster:
     """The state of all chips while tasks are processed."""
 
     graph: Graph
     spec: HardwareSpec
-    faults: _Wear
+    faults: Wear
     shape: MeshShape
     record: bool = False
 
@@ -528,7 +351,7 @@ def stretched_end(
     now, left = start, work_s
     for point in points:
         passing = (begins <= now) & (now < ends)
-        rate = np.maximum(1 - np.where(passing, loads, 0.0).sum(axis=0), _LEAST_RATE)
+        rate = np.maximum(1 - np.where(passing, loads, 0.0).sum(axis=0), LEAST_RATE)
         done = np.minimum((point - now) * rate, left)
         # A product that ends inside the interval stays at its end.
         now = np.where(done < left, point, now + done / rate)

@@ -1,4 +1,4 @@
-"""The data-flow graph that a schedule stands for, of one product or of a block.
+"""The data-flow graph that a schedule stands for.
 
 A `Schedule` says what runs at the same time if everything takes its turn in step. A
 cluster does not keep step: gathers run ahead as far as buffers allow, a product starts
@@ -9,19 +9,18 @@ on tasks and what each must wait for:
     product p                its gathers, product p - 1, scatters of products before that
     scatter of product p     product p
 
-Tasks of one chip that use the same link or the MXU run one after the other. Between
-two products of a block stands a border: nothing of the next product starts before the
-last one is complete. `BlockSchedule` opens these borders as far as data dependencies,
-links and buffers allow. (MeshSlice, ISCA 2025, section 3.4; borders: beyond the paper.)
+Tasks of one chip that use the same link or the MXU run one after the other. A ring of
+neighbour sends is a loop: each send passes on what the last one brought, and the loop
+takes the other operand whole. `block_graph` joins the products of a block.
+(MeshSlice, ISCA 2025, section 3.4.)
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from meshslice_jax import algorithms
-from meshslice_jax.block import BlockSchedule
 from meshslice_jax.mesh import MeshShape
-from meshslice_jax.plan import GemmPlan, LayerPlan
+from meshslice_jax.plan import GemmPlan
 from meshslice_jax.problem import GemmProblem, itemsize
 from meshslice_jax.schedule import Product, Schedule, Transfer
 
@@ -98,7 +97,7 @@ class Graph:
 
 
 @dataclasses.dataclass(kw_only=True)
-class _Draft:
+class Draft:
     """A graph that is being written."""
 
     depth: int
@@ -117,7 +116,7 @@ class _Draft:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Placed:
+class Placed:
     """Where the tasks of a part lie in the graph."""
 
     gathers: dict[str, list[list[int]]]  # role -> tasks of each step
@@ -137,43 +136,9 @@ def product_graph(part: Part, depth: int = 2) -> Graph:
       part: the product and its schedule.
       depth: gathered slices, and partial results, held at once.
     """
-    draft = _Draft(depth=depth)
-    _place(draft, part, waits=dict.fromkeys(("lhs", "rhs", "product"), ()), crossing=(), reuse={})
+    draft = Draft(depth=depth)
+    place(draft, part, waits=dict.fromkeys(("lhs", "rhs", "product"), ()), crossing=(), reuse={})
     return draft.graph()
-
-
-def block_parts(
-    layers: Mapping[str, tuple[GemmProblem, LayerPlan]],
-    mesh_shape: tuple[int, int],
-    block: BlockSchedule,
-) -> tuple[Part, ...]:
-    """The products of a block's training step in program order.
-
-    Args:
-      layers: name -> (forward problem, plan), in forward order.
-      mesh_shape: (rows, cols).
-      block: order of the gradients.
-
-    Raises:
-      ValueError: a product that cannot run as planned.
-    """
-    backward = (GRAD_LHS, GRAD_RHS) if block.grad_lhs_first else (GRAD_RHS, GRAD_LHS)
-    order = [(name, FORWARD) for name in layers]
-    order += [(name, kind) for name in reversed(layers) for kind in backward]
-    return tuple(_part(name, *layers[name], kind, mesh_shape) for name, kind in order)
-
-
-def _part(
-    layer: str, problem: GemmProblem, plan: LayerPlan, kind: str, mesh_shape: tuple[int, int]
-) -> Part:
-    sources = ("lhs", "rhs")
-    if kind != FORWARD:
-        wrt = kind.removeprefix("grad_")
-        sources = plan.forward.contraction.gradient(wrt).operands
-    own = algorithms.layer_problems(problem, plan.forward)[kind]
-    return product_part(
-        own, getattr(plan, kind), mesh_shape, layer=layer, kind=kind, sources=sources
-    )
 
 
 def product_part(
@@ -231,98 +196,8 @@ def _renamed(schedule: Schedule, names: dict[str, str]) -> Schedule:
     return dataclasses.replace(schedule, steps=steps)
 
 
-def block_graph(parts: Sequence[Part], block: BlockSchedule) -> Graph:
-    """The graph of a block's products, with the borders that `block` leaves.
-
-    Args:
-      parts: from `block_parts` with the same `block`.
-      block: which borders are open.
-    """
-    draft = _Draft(depth=block.buffer_depth)
-    activation: tuple[int, ...] = ()
-    cotangent = next_cotangent = ()
-    before: Part | None = None
-    placed: _Placed | None = None
-    for index, part in enumerate(parts):
-        if part.kind == FORWARD or before.kind == FORWARD:
-            # The loss's cotangent follows the last forward product.
-            activation = next_cotangent = placed.tail if placed else ()
-        if before is None or before.layer != part.layer or before.kind == FORWARD:
-            cotangent = next_cotangent
-        known = {"ct": cotangent, "rhs": (), "lhs": activation if part.kind == FORWARD else ()}
-        border = _border(before, placed, part, block)
-        early = _early_roles(part, block)
-        waits = {
-            role: known[part.source(role)] + (() if role in early else border)
-            for role in ("lhs", "rhs")
-        }
-        waits["product"] = border + known[part.sources[0]] + known[part.sources[1]]
-        crossing = early if border else ("lhs", "rhs") if index else ()
-        if index + 1 < len(parts) and _is_open(part, parts[index + 1], block):
-            crossing = (*crossing, "out")
-        reuse = _shared(before, placed, part, block)
-        placed = _place(draft, part, waits=waits, crossing=crossing, reuse=reuse)
-        if part.kind == GRAD_LHS:
-            next_cotangent = placed.tail
-        before = part
-    return draft.graph()
-
-
-def _is_open(before: Part, part: Part, block: BlockSchedule) -> bool:
-    """Whether `part` may start while the outputs of `before` are still on their way."""
-    if before.kind == GRAD_RHS:
-        return block.overlap_grad_rhs
-    return before.kind == GRAD_LHS and part.kind == GRAD_RHS and before.layer == part.layer
-
-
-def _border(
-    before: Part | None, placed: _Placed | None, part: Part, block: BlockSchedule
-) -> tuple[int, ...]:
-    """What of the product before must be complete, whether or not its data is needed."""
-    if placed is None:
-        return ()
-    if not _is_open(before, part, block):
-        return placed.tail
-    # dW needs nothing of dX, but without prefetching it starts after dX's last product.
-    return () if before.kind == GRAD_RHS or block.prefetch_saved else placed.tail[:1]
-
-
-def _early_roles(part: Part, block: BlockSchedule) -> tuple[str, ...]:
-    """Operands of `part` that may be gathered ahead of the border."""
-    if part.kind == GRAD_RHS:
-        return ("lhs", "rhs") if block.prefetch_saved else ()
-    weights = tuple(role for role in ("lhs", "rhs") if part.source(role) == "rhs")
-    return weights if block.prefetch_weight else ()
-
-
-def _shared(
-    before: Part | None, placed: _Placed | None, part: Part, block: BlockSchedule
-) -> dict[str, list[list[int]]]:
-    """Role -> gathers of the product before that `part` uses instead of its own."""
-    gradients = {GRAD_LHS, GRAD_RHS}
-    if not block.share_cotangent or before is None or before.layer != part.layer:
-        return {}
-    if {before.kind, part.kind} != gradients or "ct" not in part.sources:
-        return {}
-    mine = ("lhs", "rhs")[part.sources.index("ct")]
-    theirs = ("lhs", "rhs")[before.sources.index("ct")]
-    axes = [_gather_axis(p.schedule, role) for p, role in ((before, theirs), (part, mine))]
-    return {mine: placed.gathers[theirs]} if axes[0] and axes[0] == axes[1] else {}
-
-
-def _gather_axis(schedule: Schedule, role: str) -> str | None:
-    """The axis along which all-gathers bring the operand in `role`, None if none do."""
-    found = {
-        transfer.axis
-        for step, _ in schedule.steps
-        for transfer in step.transfers
-        if transfer.role == role and transfer.kind == "all_gather"
-    }
-    return found.pop() if found else None
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _ProductStep:
+class ProductStep:
     """A local product, the transfers that feed it and those that carry its result."""
 
     product: Product
@@ -330,7 +205,7 @@ class _ProductStep:
     behind: list[tuple[Transfer, bool]]
 
 
-def product_steps(schedule: Schedule) -> list[_ProductStep]:
+def product_steps(schedule: Schedule) -> list[ProductStep]:
     """A schedule by its local products.
 
     An input's transfer feeds the first product after its step. An output's transfer
@@ -355,19 +230,19 @@ def product_steps(schedule: Schedule) -> list[_ProductStep]:
                     behind[max(done - 1, min(carried, total - 1))].append((transfer, overlapped))
                     carried += 1
     return [
-        _ProductStep(product=p, ahead=a, behind=b)
+        ProductStep(product=p, ahead=a, behind=b)
         for p, a, b in zip(products, ahead, behind, strict=True)
     ]
 
 
-def _place(
-    draft: _Draft,
+def place(
+    draft: Draft,
     part: Part,
     *,
     waits: Mapping[str, tuple[int, ...]],
     crossing: tuple[str, ...],
     reuse: dict[str, list[list[int]]],
-) -> _Placed:
+) -> Placed:
     """Appends the tasks of one product.
 
     Args:
@@ -407,19 +282,19 @@ def _place(
         ]
         draft.drains.append(sent)
         outputs += sent
-    placed = _Placed(gathers=gathers, products=products, outputs=outputs)
+    placed = Placed(gathers=gathers, products=products, outputs=outputs)
     _add_buffers(draft, part, placed, reuse)
     return placed
 
 
-def _is_ringed(step: _ProductStep, role: str) -> bool:
+def _is_ringed(step: ProductStep, role: str) -> bool:
     """Whether neighbour sends bring the operand in `role`."""
     return any(t.role == role and t.kind == "permute" for t, _ in step.ahead)
 
 
 def _feed(
-    draft: _Draft,
-    step: _ProductStep,
+    draft: Draft,
+    step: ProductStep,
     index: int,
     role: str,
     waits: tuple[int, ...],
@@ -457,7 +332,7 @@ def gathered_bytes(transfer: Transfer) -> int:
 
 
 def _add_buffers(
-    draft: _Draft, part: Part, placed: _Placed, reuse: dict[str, list[list[int]]]
+    draft: Draft, part: Part, placed: Placed, reuse: dict[str, list[list[int]]]
 ) -> None:
     """Gathered slices, partial results and accumulators of a part that was placed."""
     for role, steps in placed.gathers.items():
@@ -480,7 +355,7 @@ def _add_buffers(
         draft.buffers.append(Buffer(bytes=size, born=first, dies=last))
 
 
-def _keep_shared(draft: _Draft, steps: list[list[int]], placed: _Placed) -> None:
+def _keep_shared(draft: Draft, steps: list[list[int]], placed: Placed) -> None:
     """Buffers of a shared operand live until the second product has used them."""
     dies = placed.products if len(steps) == len(placed.products) else placed.products[-1:]
     uses = {
