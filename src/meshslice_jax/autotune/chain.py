@@ -16,7 +16,7 @@ import dataclasses
 
 from meshslice_jax.autotune import layer as layers
 from meshslice_jax.autotune.layer import LayerSpace, Limit, Option
-from meshslice_jax.autotune.product import Pricer
+from meshslice_jax.autotune.product import Pricer, faster
 from meshslice_jax.autotune.relayout import Placement, relayout_s
 from meshslice_jax.mesh import MeshShape
 from meshslice_jax.problem import GemmProblem
@@ -87,7 +87,7 @@ def solve(block: Block, shape: MeshShape, pricer: Pricer, limit: Limit) -> Solut
         for branch in block.branches:
             seconds, picked = _branch(branch, stream, options, mover)
             total, chosen = total + seconds, chosen | picked
-        if best is None or total < best[0]:
+        if best is None or faster(total, best[0]):
             best = total, chosen
     total, chosen = best
     fc_s = sum(chosen[name].total_s for name in block.problems)
@@ -137,7 +137,7 @@ def _options(name, block, shape, pricer, limit, mover) -> list[Option]:
             continue
         best_s = min(best_s, found.total_s)
         places = found.lhs, found.out
-        if places not in kept or found.total_s < kept[places].total_s:
+        if places not in kept or faster(found.total_s, kept[places].total_s):
             kept[places] = found
     return list(kept.values())
 
@@ -156,7 +156,7 @@ def _branch(branch, stream, options, mover) -> tuple[float, dict[str, Option]]:
                 key=lambda one: one[0],
             )
             seconds += option.total_s
-            if option.out not in after or seconds < after[option.out][0]:
+            if option.out not in after or faster(seconds, after[option.out][0]):
                 after[option.out] = seconds, picked | {name: option}
         states = after
     last = branch[-1]

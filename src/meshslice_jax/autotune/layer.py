@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from meshslice_jax import algorithms
 from meshslice_jax.algorithms import ALGORITHMS
 from meshslice_jax.autotune import memory
-from meshslice_jax.autotune.product import TWO_D, Candidate, Pins, Pricer, slice_counts
+from meshslice_jax.autotune.product import TWO_D, Candidate, Pins, Pricer, faster, sliced
 from meshslice_jax.autotune.relayout import Placement, placement
 from meshslice_jax.dataflow import Contraction, Dataflow
 from meshslice_jax.mesh import MeshShape
@@ -220,7 +220,7 @@ def _alike(jobs: list[tuple], pricer: Pricer) -> tuple[Candidate, ...] | None:
         total = sum(one.cost.total_s for one in products)
         if sum(max(one.cost.comm_row_s, one.cost.comm_col_s) for one in products) >= best_s:
             break
-        if total < best_s:
+        if faster(total, best_s):
             best, best_s = tuple(products), total
     return best
 
@@ -232,22 +232,26 @@ def _shared_counts(job: tuple, pricer: Pricer) -> list[int]:
         return [dict(pins.fields)["slice_count"]]
     counts = set()
     for plan in pricer.bases(product, dataflow, view, pins):
-        counts.update(slice_counts(product, plan, view))
+        counts.update(tried.slice_count for tried in sliced(product, plan, view))
     return sorted(counts)
 
 
 def why_not(space: LayerSpace, problem: GemmProblem, shape: MeshShape, pricer: Pricer) -> str:
-    """Why a layer has no way to run on a mesh: the faults of the first way's products."""
+    """Why a layer has no way to run on a mesh: the first product that no algorithm runs."""
     for way in space.ways():
         for name, (product, dataflow), pins in zip(
             PASSES, passes(problem, way.dataflow), way.pins, strict=True
         ):
+            faults = []
             for algorithm in pins.algorithms:
                 fixed = dict(pricer.common + pins.fields)
                 plan = GemmPlan(**(fixed | {"algorithm": algorithm, "dataflow": dataflow}))
-                found = algorithms.find_faults(product, _named(plan, way), _sizes(way, shape))
-                if found:
-                    return f"{name} {algorithm} {dataflow.value}: {'; '.join(found)}"
+                faults.append(
+                    algorithms.find_faults(product, _named(plan, way), _sizes(way, shape))
+                )
+            if all(faults):
+                different = dict.fromkeys(fault for found in faults for fault in found)
+                return f"{name} {dataflow.value}: {'; '.join(different)}"
     names = ", ".join(dict.fromkeys(n for pins in space.pins for n in pins.algorithms))
     flows = ", ".join(dataflow.value for dataflow in space.dataflows)
     return f"no forward product with dataflow {flows} by {names}"
@@ -259,10 +263,11 @@ def _sizes(way: Way, shape: MeshShape) -> MeshShape:
 
 def leanest_bytes(
     space: LayerSpace, problem: GemmProblem, shape: MeshShape, pricer: Pricer, limit: Limit
-) -> tuple[int, str]:
+) -> tuple[int, str] | None:
     """The bytes by which a layer misses a limit at the least, and the pass that misses it.
 
-    Per way the worst pass decides; the way that misses by the least is reported.
+    Per way the worst pass decides; the way that misses by the least is reported. None if
+    the layer does not run whatever the limit.
     """
     missed = []
     for way in space.ways():
@@ -277,4 +282,4 @@ def leanest_bytes(
             worst.append((found.schedule.temporary_bytes - left, name))
         else:
             missed.append(max(worst))
-    return min(missed)
+    return min(missed, default=None)

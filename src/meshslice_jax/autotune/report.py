@@ -3,10 +3,16 @@
 import dataclasses
 from typing import Literal
 
+from meshslice_jax import algorithms
+from meshslice_jax.algorithms import layer_problems
 from meshslice_jax.autotune.chain import Block, Solution
+from meshslice_jax.cost import CostBreakdown, seconds
 from meshslice_jax.hardware import HardwareSpec
 from meshslice_jax.mesh import MeshShape
-from meshslice_jax.model_plan import PASSES, ModelPlan, PassPrediction, Prediction
+from meshslice_jax.model_plan import PASSES, ModelPlan, PassPrediction, Prediction, view
+from meshslice_jax.plan import LayerPlan
+from meshslice_jax.problem import GemmProblem
+from meshslice_jax.schedule import Schedule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +78,10 @@ def predict(
 ) -> Prediction:
     """The prediction that goes with a solution; see `Prediction` for the arguments."""
     layers = {
-        name: {part: _pass(product) for part, product in zip(PASSES, option.products, strict=True)}
+        name: {
+            part: _pass(product.schedule, product.cost)
+            for part, product in zip(PASSES, option.products, strict=True)
+        }
         for name, option in solution.options.items()
     }
     block_s = solution.total_s + data_parallel_s
@@ -94,8 +103,19 @@ def predict(
     )
 
 
-def _pass(product) -> PassPrediction:
-    cost, schedule = product.cost, product.schedule
+def predict_layer(
+    problem: GemmProblem, plan: LayerPlan, shape: MeshShape, hardware: HardwareSpec
+) -> dict[str, PassPrediction]:
+    """What the closed form predicts for each product of a layer by itself."""
+    found = {}
+    for part, own in layer_problems(problem, plan.forward).items():
+        sizes = view(getattr(plan, part), shape)
+        schedule = algorithms.schedule(own, getattr(plan, part), sizes)
+        found[part] = _pass(schedule, seconds(schedule, own, hardware))
+    return found
+
+
+def _pass(schedule: Schedule, cost: CostBreakdown) -> PassPrediction:
     return PassPrediction(
         math_s=cost.math_s,
         comm_row_s=cost.comm_row_s,

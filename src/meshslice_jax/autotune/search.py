@@ -1,0 +1,349 @@
+"""The search over meshes, with the arguments of `tune` resolved.
+
+Every mesh (replicas x rows x cols) first gets a floor under its time: products alone, bytes
+at the full link rate. Meshes are then searched in the order of their floors, until the
+floors are above the best block found; the rest need no search. What cannot run, or does
+not fit, is kept with its reason.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from meshslice_jax.autotune import chain, memory, overlap, replicas, report, space
+from meshslice_jax.autotune import layer as layers
+from meshslice_jax.autotune.layer import Limit
+from meshslice_jax.autotune.memory import MEMORY_KINDS
+from meshslice_jax.autotune.product import Pricer
+from meshslice_jax.autotune.report import MeshReport, TuneReport
+from meshslice_jax.hardware import HardwareSpec
+from meshslice_jax.hardware import hardware as hardware_spec
+from meshslice_jax.mesh import MeshShape, factorisations
+from meshslice_jax.model_plan import PASSES, ModelPlan
+from meshslice_jax.models import ModelShape, fc_layers
+from meshslice_jax.models import model as model_shape
+from meshslice_jax.problem import itemsize
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Job:
+    """One mesh to be searched: its block, what memory is left, and a floor under its time."""
+
+    replicas: int
+    shape: MeshShape
+    block: chain.Block
+    limit: Limit
+    data_parallel_s: float
+    floor_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Found:
+    """A mesh's best block."""
+
+    job: _Job
+    solution: chain.Solution
+
+    @property
+    def total_s(self) -> float:
+        return self.solution.total_s + self.job.data_parallel_s
+
+    def rank(self) -> tuple:
+        """Faster first; equals by fewer twins, fewer replicas, fewer rows."""
+        twins = sum(option.way.twin for option in self.solution.options.values())
+        return float(f"{self.total_s:.9e}"), twins, self.job.replicas, self.job.shape.rows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """The arguments of `tune`, checked and resolved; `run` searches."""
+
+    model: ModelShape
+    num_chips: int
+    hardware: HardwareSpec
+    batch: int
+    seq_len: int
+    dtype: str
+    search: str
+    memory: str
+    memory_limit_bytes: int
+    algorithm: str | None
+    overrides: Mapping | None
+    allow_modelled: bool
+    meshes: tuple[tuple[int, MeshShape], ...]
+    pricer: Pricer
+
+    @classmethod
+    def of(
+        cls,
+        model,
+        num_chips,
+        *,
+        hardware="tpu_v4",
+        batch=None,
+        seq_len=2048,
+        dtype="bfloat16",
+        reduce_dtype="output",
+        search="exact",
+        data_parallel=1,
+        memory_limit_bytes=None,
+        memory="fc_block",
+        algorithm=None,
+        mesh_shape=None,
+        overrides=None,
+        allow_modelled=False,
+    ) -> "Tuning":
+        """Checks the arguments of `tune`, which documents them."""
+        _positive("num_chips", num_chips)
+        batch = max(1, num_chips // 2) if batch is None else batch
+        spec = hardware_spec(hardware)
+        limit = spec.hbm_bytes if memory_limit_bytes is None else memory_limit_bytes
+        for name, value in {
+            "batch": batch,
+            "seq_len": seq_len,
+            "memory_limit_bytes": limit,
+        }.items():
+            _positive(name, value)
+        if memory not in MEMORY_KINDS:
+            raise ValueError(f"tune: memory={memory!r} is not one of {', '.join(MEMORY_KINDS)}")
+        try:
+            itemsize(dtype)
+        except TypeError:
+            raise ValueError(f"tune: dtype {dtype!r} is not a dtype") from None
+        spec.flops_per_s(dtype)
+        return cls(
+            model=model_shape(model),
+            num_chips=num_chips,
+            hardware=spec,
+            batch=batch,
+            seq_len=seq_len,
+            dtype=dtype,
+            search=search,
+            memory=memory,
+            memory_limit_bytes=limit,
+            algorithm=algorithm,
+            overrides=overrides,
+            allow_modelled=allow_modelled,
+            meshes=_meshes(num_chips, batch, data_parallel, mesh_shape),
+            pricer=Pricer(spec, {"reduce_dtype": reduce_dtype}),
+        )
+
+    def run(self) -> TuneReport:
+        """Searches the meshes in the order of their floors."""
+        jobs, rejected = [], []
+        for degree, shape in self.meshes:
+            found = self._job(degree, shape)
+            (jobs if isinstance(found, _Job) else rejected).append(found)
+        found, bounded = [], []
+        for job in sorted(jobs, key=lambda job: job.floor_s):
+            best_s = min((one.total_s for one in found), default=float("inf"))
+            if job.floor_s > best_s:
+                bounded.append(job)
+                continue
+            solution = chain.solve(job.block, job.shape, self.pricer, job.limit)
+            if isinstance(solution, chain.Solution):
+                found.append(_Found(job=job, solution=solution))
+            else:
+                rejected.append(self._misses(job, solution))
+        if not found:
+            raise ValueError(self._nothing_fits(rejected))
+        found.sort(key=_Found.rank)
+        return self._report(found, bounded, rejected)
+
+    def _job(self, degree: int, shape: MeshShape) -> _Job | MeshReport:
+        tokens = self.batch * self.seq_len // degree
+        problems = fc_layers(self.model, tokens, self.dtype)
+        spaces = space.layer_spaces(problems, self.search, self.algorithm, self.overrides)
+        block = chain.Block(problems=problems, spaces=spaces, branches=self.model.branches)
+        floor = chain.floor_s(block, shape, self.pricer)
+        if isinstance(floor, str):
+            why = layers.why_not(spaces[floor], problems[floor], shape, self.pricer)
+            return _rejected(degree, shape, f"{floor}: {why}")
+        resident = memory.resident_bytes(self.memory, self.model, problems, shape.num_chips)
+        if resident > self.memory_limit_bytes:
+            return _rejected(
+                degree,
+                shape,
+                f"its shards alone ({self.memory}) take {resident:,} bytes of a chip, "
+                f"{resident - self.memory_limit_bytes:,} over the limit of "
+                f"{self.memory_limit_bytes:,}",
+            )
+        reduce_s = replicas.all_reduce_s(problems, degree, shape.num_chips, self.hardware)
+        return _Job(
+            replicas=degree,
+            shape=shape,
+            block=block,
+            limit=Limit(limit_bytes=self.memory_limit_bytes, resident_bytes=resident),
+            data_parallel_s=reduce_s,
+            floor_s=floor + reduce_s,
+        )
+
+    def _misses(self, job: _Job, layer: str) -> MeshReport:
+        """The report of a mesh on which a layer does not run, or not within the limit."""
+        where = job.block.spaces[layer], job.block.problems[layer], job.shape, self.pricer
+        missed = layers.leanest_bytes(*where, job.limit)
+        if missed is None:
+            return _rejected(job.replicas, job.shape, f"{layer}: {layers.why_not(*where)}")
+        over, name = missed
+        return _rejected(
+            job.replicas,
+            job.shape,
+            f"{layer} {name} ({self.memory}): its leanest plan is {over:,} bytes over the limit of "
+            f"{self.memory_limit_bytes:,}",
+        )
+
+    def _report(self, found: list[_Found], bounded: list[_Job], rejected) -> TuneReport:
+        predictions = [self._predict(one) for one in found]
+        plan = self._plan(found[0], predictions[0])
+        modelled = plan.predicted.block_s * 1e3
+        note = f"{modelled:.3f} ms with its block schedule, which only the model knows"
+        entries = []
+        for one, prediction in zip(found, predictions, strict=True):
+            chosen = one is found[0]
+            entries.append(
+                MeshReport(
+                    mesh_shape=one.job.shape,
+                    data_parallel=one.job.replicas,
+                    status="chosen" if chosen else "slower",
+                    block_s=one.total_s,
+                    memory_bytes=prediction.memory_bytes,
+                    reason=(note if plan.modelled_only else "")
+                    if chosen
+                    else report.why_slower(prediction, predictions[0]),
+                )
+            )
+        entries += [_bounded(job, found[0].total_s) for job in bounded]
+        return TuneReport(
+            plan=plan,
+            search=self.search,
+            memory_limit_bytes=self.memory_limit_bytes,
+            meshes=tuple(entries + rejected),
+        )
+
+    def _predict(self, one: _Found):
+        return report.predict(
+            one.job.block,
+            one.solution,
+            data_parallel_s=one.job.data_parallel_s,
+            memory=self.memory,
+            memory_bytes=self._memory_bytes(one),
+            hardware=self.hardware,
+        )
+
+    def _memory_bytes(self, one: _Found) -> int:
+        chips = one.job.shape.num_chips
+        most = max(
+            memory.extra_bytes(name, one.job.block.problems[layer], product.schedule, chips)
+            for layer, option in one.solution.options.items()
+            for name, product in zip(PASSES, option.products, strict=True)
+        )
+        return one.job.limit.resident_bytes + most
+
+    def _plan(self, one: _Found, prediction) -> ModelPlan:
+        plan = ModelPlan(
+            model=self.model,
+            num_chips=self.num_chips,
+            mesh_shape=one.job.shape,
+            layers={name: option.plan() for name, option in one.solution.options.items()},
+            data_parallel=one.job.replicas,
+            hardware=self.hardware.name,
+            batch=self.batch,
+            seq_len=self.seq_len,
+            dtype=self.dtype,
+            predicted=prediction,
+        )
+        return self._overlapped(one, plan) if self.allow_modelled else plan
+
+    def _overlapped(self, one: _Found, plan: ModelPlan) -> ModelPlan:
+        """The plan with the best block schedule that the simulator knows."""
+        job = one.job
+        best = overlap.best_overlap(
+            job.block, dict(plan.layers), job.shape, self.hardware, job.limit
+        )
+        if best is None or best.schedule.is_plain:
+            return plan
+        layers_ = {
+            name: report.predict_layer(
+                job.block.problems[name], best.plans[name], job.shape, self.hardware
+            )
+            for name in best.plans
+        }
+        block_s = best.products_s + one.solution.relayout_s + job.data_parallel_s
+        prediction = dataclasses.replace(
+            plan.predicted,
+            layers=layers_,
+            fc_s=best.products_s,
+            block_s=block_s,
+            utilisation=plan.predicted.utilisation * plan.predicted.block_s / block_s,
+            memory_bytes=best.memory_bytes,
+        )
+        return dataclasses.replace(
+            plan, layers=best.plans, block_schedule=best.schedule, predicted=prediction
+        )
+
+    def _nothing_fits(self, rejected: list[MeshReport]) -> str:
+        lines = [
+            f"tune: no mesh of {self.num_chips} chips runs {self.model.name} (batch {self.batch}, "
+            f"seq_len {self.seq_len}, {self.dtype}):"
+        ]
+        for one in rejected:
+            copies = f" x {one.data_parallel} replicas" if one.data_parallel > 1 else ""
+            lines.append(f"  {one.mesh_shape}{copies}: {one.reason}")
+        lines.append(
+            "  ways out: a number of chips whose factors divide the extents (such as a power of "
+            "two), a larger memory limit, more chips, or fewer pins"
+        )
+        return "\n".join(lines)
+
+
+def _positive(name: str, value) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"tune: {name} must be a positive integer, got {value!r}")
+
+
+def _meshes(num_chips, batch, data_parallel, mesh_shape) -> tuple[tuple[int, MeshShape], ...]:
+    """All (replicas, mesh shape) to try."""
+    if data_parallel == "auto":
+        found = replicas.degrees(num_chips, batch)
+    else:
+        _positive("data_parallel", data_parallel)
+        if num_chips % data_parallel or batch % data_parallel:
+            raise ValueError(
+                f"tune: data_parallel {data_parallel} must divide num_chips {num_chips} and batch "
+                f"{batch}; {', '.join(map(str, replicas.degrees(num_chips, batch)))} do"
+            )
+        found = [data_parallel]
+    meshes = tuple((d, shape) for d in found for shape in factorisations(num_chips // d))
+    if mesh_shape is None:
+        return meshes
+    kept = tuple(one for one in meshes if one[1] == tuple(mesh_shape))
+    if not kept:
+        raise ValueError(
+            f"tune: mesh_shape {tuple(mesh_shape)} with data_parallel {data_parallel} does not "
+            f"make {num_chips} chips (and a whole batch per replica)"
+        )
+    return kept
+
+
+def _rejected(degree: int, shape: MeshShape, reason: str) -> MeshReport:
+    return MeshReport(
+        mesh_shape=shape,
+        data_parallel=degree,
+        status="rejected",
+        block_s=None,
+        memory_bytes=None,
+        reason=reason,
+    )
+
+
+def _bounded(job: _Job, best_s: float) -> MeshReport:
+    return MeshReport(
+        mesh_shape=job.shape,
+        data_parallel=job.replicas,
+        status="bounded",
+        block_s=job.floor_s,
+        memory_bytes=None,
+        reason=(
+            f"at least {job.floor_s / best_s - 1:+.1%}: products and bytes at full link rate "
+            "alone take longer than the chosen block"
+        ),
+    )
