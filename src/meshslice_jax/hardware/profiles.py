@@ -234,7 +234,7 @@ TPU_V4_PROTOTYPE = _variant(
     "tpu_v4_prototype",
     {
         "mxu_efficiency": (f"266 of 272 TFLOP/s: {_PROTOTYPE}", False),
-        "link_efficiency": ("taken over from tpu_v4_paper", True),
+        "link_efficiency": ("taken over from tpu_v4_paper, where it is fitted", False),
         "gather_hop_s": (_PROTOTYPE, False),
         "scatter_hop_s": (_PROTOTYPE, False),
         "permute_hop_s": (f"as the all-gather; {_PROTOTYPE} has 50 us for a send", False),
