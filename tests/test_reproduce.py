@@ -16,7 +16,15 @@ from meshslice_jax.dataflow import Dataflow
 from meshslice_jax.hardware import hardware
 from meshslice_jax.mesh import MeshShape
 from meshslice_jax.problem import GemmProblem
-from meshslice_jax.reproduce import Row, WangForm, reproduce, write_csv, write_json, write_plots
+from meshslice_jax.reproduce import (
+    Row,
+    WangForm,
+    comparison_table,
+    reproduce,
+    write_csv,
+    write_json,
+    write_plots,
+)
 from meshslice_jax.reproduce import search as paper_search
 from meshslice_jax.reproduce import sensitivity as sensitivities
 from meshslice_jax.reproduce.peers import plan_of, summa_schedule, wang_schedule
@@ -84,7 +92,7 @@ def test_strong_scaling_of_gpt3_is_similar_and_of_megatron_is_reported_as_missed
 
 
 def test_what_is_missed_is_known(rows):
-    """A new miss, or one that disappears, is a change of the model: docs/time_model.md lists them."""
+    """docs/time_model.md lists them: a new one, or one that disappears, changes the model."""
     missed = {(row.id, row.model) for row in rows if row.verdict.startswith("missed")}
     assert missed == {
         ("comm_over_math/tp1d", GPT3),
@@ -337,3 +345,8 @@ def test_unknown_hardware_is_refused():
 def test_the_documented_sensitivities_are_those_of_the_model():
     text = (pathlib.Path(__file__).parents[1] / "docs" / "time_model.md").read_text()
     assert sensitivities.sensitivity_table() in text
+
+
+def test_the_documented_comparison_is_that_of_the_model(rows):
+    text = (pathlib.Path(__file__).parents[1] / "docs" / "reproducing.md").read_text()
+    assert comparison_table(rows) in text

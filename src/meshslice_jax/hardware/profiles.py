@@ -30,36 +30,29 @@ def _nominal(
     wrap_around: WrapAround,
 ) -> HardwareSpec:
     """A profile of vendor rates; `page` is the vendor's page of the chip."""
-    hop = Fact(field="", source=f"about 1 us per hop: {_SCALING_BOOK}")
-    launch = Fact(
-        field="",
-        source=f"a tiny all-gather on a 4-ring of v5e took 8 us, 3 hops of 1 us: {_SCALING_BOOK}",
-    )
-    all_of_it = Fact(field="", source="nominal: no loss assumed")
+    hop = f"about 1 us per hop: {_SCALING_BOOK}"
+    launch = f"a tiny all-gather on a 4-ring of v5e took 8 us, 3 hops of 1 us: {_SCALING_BOOK}"
+    no_loss = "nominal: no loss assumed"
     sources = {
-        "peak_flops_per_s": Fact(
-            field="", source=f"{page}; float32 at JAX's default precision is one bfloat16 pass"
-        ),
-        "mxu_efficiency": all_of_it,
-        "mxu_tile": Fact(field="", source="a register is 8 x 128; systolic array of the chip"),
-        "product_launch_s": Fact(field="", source="assumed: one program, no host in between"),
-        "hbm_bytes": Fact(field="", source=page),
-        "hbm_bytes_per_s": Fact(field="", source=page),
-        "links_per_axis": Fact(field="", source="one link to each neighbour"),
-        "link_bytes_per_s": Fact(field="", source=f"{page} (aggregate over its links)"),
-        "link_efficiency": all_of_it,
-        "idle_link_efficiency": all_of_it,
+        "peak_flops_per_s": f"{page}; float32 at JAX's default precision is one bfloat16 pass",
+        "mxu_efficiency": no_loss,
+        "mxu_tile": "a register is 8 x 128; systolic array of the chip",
+        "product_launch_s": "assumed: one program, no host in between",
+        "hbm_bytes": page,
+        "hbm_bytes_per_s": page,
+        "links_per_axis": "one link to each neighbour",
+        "link_bytes_per_s": f"{page} (aggregate over its links)",
+        "link_efficiency": no_loss,
+        "idle_link_efficiency": no_loss,
         "gather_launch_s": launch,
         "scatter_launch_s": launch,
         "permute_launch_s": launch,
         "gather_hop_s": hop,
         "scatter_hop_s": hop,
         "permute_hop_s": hop,
-        "hbm_bytes_per_link_byte": Fact(field="", source="structure: one read and one write"),
-        "contention": Fact(
-            field="", source="assumed: a product that is bound by its MXU leaves HBM to the links"
-        ),
-        "wrap_around": Fact(field="", source=f"{_SCALING_BOOK}; vendor pages"),
+        "hbm_bytes_per_link_byte": "structure: one read and one write",
+        "contention": "assumed: a product that is bound by its MXU leaves HBM to the links",
+        "wrap_around": f"{_SCALING_BOOK}; vendor pages",
     }
     return HardwareSpec(
         name=name,
@@ -82,7 +75,7 @@ def _nominal(
         hbm_bytes_per_link_byte=2.0,
         contention=0.0,
         wrap_around=wrap_around,
-        facts=tuple(dataclasses.replace(fact, field=field) for field, fact in sources.items()),
+        facts=tuple(Fact(field=field, source=source) for field, source in sources.items()),
     )
 
 

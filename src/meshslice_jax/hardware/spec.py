@@ -150,8 +150,16 @@ class HardwareSpec:
         for field in dataclasses.fields(self):
             if field.name not in ("name", "facts"):
                 fact = facts.get(field.name, unsourced)
-                rows.append((field.name, str(getattr(self, field.name)), fact.source, fact.fitted))
+                rows.append(
+                    (field.name, _shown(getattr(self, field.name)), fact.source, fact.fitted)
+                )
         return rows
+
+
+def _shown(value) -> str:
+    if isinstance(value, tuple) and isinstance(value[0], tuple):
+        return ", ".join(f"{dtype} {rate:g}" for dtype, rate in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 _RULES = (

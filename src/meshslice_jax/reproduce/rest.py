@@ -5,7 +5,7 @@ not print that time. Here it is the sum of three rooflines, none of them fitted:
 products of attention at 80 % of the MXU's peak, passes over the score matrices in
 float32 (attention was not fused), and passes over activations of the model's width.
 The pass counts are assumptions; the times implied by the paper's two pairs of ratios
-(9.1 ms for GPT-3, 15.4 ms for Megatron-NLG) lie within 6 % of the result.
+(9.1 ms for GPT-3, 15.4 ms for Megatron-NLG) lie within 7 % of the result.
 """
 
 from meshslice_jax.hardware import HardwareSpec

@@ -57,6 +57,28 @@ class Row:
         return {field: getattr(self, field) for field in _FIELDS}
 
 
+def comparison_table(rows: Iterable[Row]) -> str:
+    """Markdown of the rows that have a published number or a verdict."""
+    lines = [
+        "| what | model | chips | published | ours | difference | kind | verdict |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if row.published is None and not row.verdict:
+            continue
+        published, ours = _shown(row.published), _shown(row.ours)
+        difference = "" if row.difference is None else f"{row.difference:+.2f}"
+        lines.append(
+            f"| {row.id} | {row.model} | {row.chips} | {published} | {ours} {row.unit} | "
+            f"{difference} | {row.kind} | {row.verdict} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
 def write_json(rows: Iterable[Row], path: str | os.PathLike) -> None:
     """Writes a list of the rows' seven fields."""
     with open(path, "w", encoding="utf-8") as file:
