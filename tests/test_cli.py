@@ -57,6 +57,17 @@ def test_bench_writes_rows_bars_and_the_data_of_the_bars(tmp_path):
     assert [json.loads(line)["algorithm"] for line in lines] == ["dense", "gspmd", "wang"]
 
 
+def test_a_narrow_terminal_leaves_out_columns_and_never_cuts_a_cell(monkeypatch):
+    wide = invoke(*SMALL, "--algorithms", "meshslice")
+    assert all(name in wide.output for name in report.COLUMNS)
+    monkeypatch.setattr(common, "PLAIN_WIDTH", 80)
+    narrow = invoke(*SMALL, "--algorithms", "meshslice").output
+    assert "median ms" in narrow
+    assert "/gspmd" in narrow
+    assert "min-max ms" not in narrow
+    assert "…" not in narrow
+
+
 def test_a_wrong_answer_is_said_and_ends_with_exit_code_1(monkeypatch, tmp_path):
     contract = gemm.contract
     monkeypatch.setattr(gemm, "contract", lambda *args, **fields: -contract(*args, **fields))

@@ -16,7 +16,7 @@ from meshslice_jax import compat
 from meshslice_jax.mesh import MeshShape, emulate_devices
 
 #: Width of tables that go to a file or a pipe, where no terminal sets one.
-PLAIN_WIDTH = 150
+PLAIN_WIDTH = 170
 #: Environment variables that change what JAX does; also every JAX_*.
 FLAG_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 PLATFORMS = ("cpu", "tpu", "gpu")

@@ -3,7 +3,7 @@
 import csv
 import importlib.util
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import jax
@@ -34,6 +34,8 @@ COLUMNS = (
     "/dense",
     "check",
 )
+#: Columns that a narrow terminal does without, the first to go first; files have them all.
+EXPENDABLE = ("block", "m n k", "min-max ms", "mesh", "local m n k", "row MB", "col MB", "peak MB")
 
 
 def print_bench(
@@ -80,12 +82,12 @@ def title(case: Pass) -> str:
 
 
 def _print_case(console: Console, case: Pass, found: list[Candidate], rows: list[Row]) -> None:
-    table = Table(title=escape(title(case)), title_justify="left", box=None, pad_edge=False)
-    for index, name in enumerate(COLUMNS):
-        left = index < 3 or name == "check"
-        table.add_column(name, justify="left" if left else "right", no_wrap=True)
-    for candidate, row in zip(found, rows, strict=True):
-        table.add_row(*_cells(candidate, row), style="red" if row.status == "failed" else None)
+    table = _table(case, found, rows, COLUMNS)
+    for count in range(1, len(EXPENDABLE) + 1):
+        if console.measure(table).maximum <= console.width:
+            break
+        kept = [name for name in COLUMNS if name not in EXPENDABLE[:count]]
+        table = _table(case, found, rows, kept)
     console.print()
     console.print(table)
     reasons: dict[tuple[str, str], list[str]] = {}
@@ -96,6 +98,18 @@ def _print_case(console: Console, case: Pass, found: list[Candidate], rows: list
     for (what, reason), labels in reasons.items():
         text = f"  {what} {', '.join(labels)}: {reason}"
         console.print(text, soft_wrap=True, markup=False)
+
+
+def _table(case: Pass, found: list[Candidate], rows: list[Row], names: Sequence[str]) -> Table:
+    table = Table(title=escape(title(case)), title_justify="left", box=None, pad_edge=False)
+    for name in names:
+        left = name in ("algorithm", "flow", "mesh", "check")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    for candidate, row in zip(found, rows, strict=True):
+        cells = dict(zip(COLUMNS, _cells(candidate, row), strict=True))
+        style = "red" if row.status == "failed" else None
+        table.add_row(*(cells[name] for name in names), style=style)
+    return table
 
 
 def _flow(candidate: Candidate) -> str:
