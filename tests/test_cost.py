@@ -33,6 +33,7 @@ TOY = HardwareSpec(
     gather_hop_s=0.1e-3,
     scatter_hop_s=0.2e-3,
     permute_hop_s=0.3e-3,
+    accumulates_in_hbm=True,
     hbm_bytes_per_link_byte=2.0,
     contention=0.0,
     wrap_around="always",
@@ -140,6 +141,32 @@ def test_products_are_bound_by_memory_where_it_is_slower():
     # lhs and out in two bytes, rhs in four
     assert product_s(skinny, mixed, spec) == pytest.approx((20 * 2 + 2000 * 4 + 10000 * 2) / 1e6
                                                            + 0.5e-3)  # fmt: skip
+
+
+def test_products_that_accumulate_read_and_write_their_result():
+    spec = dataclasses.replace(TOY, hbm_bytes_per_s=1e6)
+    half = GemmProblem.uniform(1, 1, 1, "bfloat16")
+    thin = Product(m=100, n=100, k=1, accumulates=True)
+    # lhs and rhs in two bytes; the float32 result twice
+    assert product_s(thin, half, spec) == pytest.approx((400 + 10000 * 8) / 1e6 + 0.5e-3)
+    kept = dataclasses.replace(spec, accumulates_in_hbm=False)
+    assert product_s(thin, half, kept) == pytest.approx((400 + 10000 * 2) / 1e6 + 0.5e-3)
+
+
+@pytest.mark.parametrize(
+    ("plan", "accumulates"),
+    [
+        ({"dataflow": "os", "slice_count": 2}, True),
+        ({"dataflow": "os"}, False),
+        ({"dataflow": "ls", "slice_count": 2}, False),
+        ({"dataflow": "os", "algorithm": "wang"}, True),
+        ({"dataflow": "os", "algorithm": "collective"}, False),
+    ],
+)
+def test_only_slices_of_a_stationary_output_accumulate(plan, accumulates):
+    schedule = algorithms.schedule(CUBE, GemmPlan(**plan), (2, 2))
+    found = {step.product.accumulates for step, _ in schedule.steps if step.product}
+    assert found == {accumulates}
 
 
 def test_the_dtype_of_the_operands_sets_the_rate():

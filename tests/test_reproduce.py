@@ -336,6 +336,13 @@ def test_plots_without_matplotlib_say_how_to_get_it(rows, tmp_path, monkeypatch)
         write_plots(rows, tmp_path, "tpu_v4_paper")
 
 
+@pytest.mark.parametrize(("chips", "tried"), [(8, "2x4, 4x2"), (7, "none")])
+def test_a_number_of_chips_without_a_mesh_is_refused(chips, tried):
+    layers = [GemmProblem.uniform(256, 256, 256, "bfloat16")]
+    with pytest.raises(ValueError, match=rf"no 2D mesh of {chips} chips .tried: {tried}"):
+        paper_search.block(layers, chips, "cannon", PAPER)
+
+
 def test_unknown_hardware_is_refused():
     with pytest.raises(ValueError, match="unknown hardware 'tpu_v3'"):
         reproduce("tpu_v3")

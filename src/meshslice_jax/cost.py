@@ -171,13 +171,17 @@ def transfer_hbm_bytes(transfer: Transfer, hardware: HardwareSpec) -> float:
 def product_s(product: Product, problem: GemmProblem, hardware: HardwareSpec) -> float:
     """Seconds of one local product, alone: whole MXU tiles or HBM, and its launch.
 
-    The HBM floor counts each of the three local matrices once, in its own dtype.
+    The HBM floor counts each of the three local matrices once, in its own dtype; a product
+    that accumulates reads and writes its result in the accumulation dtype instead, where
+    the hardware says so.
     """
     m, n, k = product.m, product.n, product.k
     tile_m, tile_n, tile_k = hardware.mxu_tile
     padded = -(-m // tile_m) * tile_m * (-(-n // tile_n) * tile_n) * (-(-k // tile_k) * tile_k)
     dtype, lhs, rhs, out = _operands(problem.lhs_dtype, problem.rhs_dtype, problem.out_dtype)
     math = 2 * padded / (hardware.flops_per_s(dtype) * hardware.mxu_efficiency)
+    if product.accumulates and hardware.accumulates_in_hbm:
+        out = 2 * itemsize(problem.accum_dtype)
     memory = (m * k * lhs + k * n * rhs + m * n * out) / hardware.hbm_bytes_per_s
     return max(math, memory) + hardware.product_launch_s
 

@@ -53,11 +53,19 @@ class Transfer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Product:
-    """A local product on one chip."""
+    """A local product on one chip.
+
+    Attributes:
+      m: rows of its result.
+      n: columns of its result.
+      k: the extent that it sums over.
+      accumulates: whether its result is added to one that is already there.
+    """
 
     m: int
     n: int
     k: int
+    accumulates: bool = False
 
     @property
     def flops(self) -> int:

@@ -184,7 +184,7 @@ def local_product(
     """One chip's product over one of `slices` slices of the streamed index."""
     extents = plan.contraction.local_extents(problem, *view)
     extents[plan.contraction.streamed] //= slices
-    return Product(**extents)
+    return Product(**extents, accumulates=slices > 1 and plan.contraction.stationary == "out")
 
 
 def memory(

@@ -69,6 +69,8 @@ class HardwareSpec:
       gather_hop_s: synchronisation per ring step of an all-gather.
       scatter_hop_s: synchronisation per ring step of a reduce-scatter.
       permute_hop_s: synchronisation per step of a neighbour send.
+      accumulates_in_hbm: whether a product that adds to earlier ones reads and writes its
+        float32 result in HBM; many thin slices are bound by that.
       hbm_bytes_per_link_byte: HBM traffic of the links: one read where a byte leaves
         and one write where it arrives make 2.
       contention: share of the links' HBM time that stalls a product of the same step.
@@ -97,6 +99,7 @@ class HardwareSpec:
     gather_hop_s: float
     scatter_hop_s: float
     permute_hop_s: float
+    accumulates_in_hbm: bool
     hbm_bytes_per_link_byte: float
     contention: float
     wrap_around: WrapAround

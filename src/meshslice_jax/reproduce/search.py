@@ -104,13 +104,14 @@ def block(
       shapes: mesh shapes to try; None is all of them.
       slice_count: one for all layers; None is the best of each.
       wang: the form of Wang's algorithm.
+
+    Raises:
+      ValueError: no 2D mesh of so many chips suits the algorithm.
     """
     if algorithm in ALGORITHMS_1D:
         return _block_1d(tuple(layers), num_chips, algorithm, hardware)
     found = []
-    for shape in shapes or mesh_shapes(num_chips):
-        if algorithm == "cannon" and shape.rows != shape.cols:
-            continue
+    for shape in _suitable(num_chips, algorithm, shapes):
         timed = [
             layer(
                 problem,
@@ -162,10 +163,24 @@ def single(
     products = ((problem, largest_stationary(problem)),)
     found = (
         _with_best_slices(products, shape, algorithm, hardware, slice_count, wang)
-        for shape in shapes or mesh_shapes(num_chips)
-        if algorithm != "cannon" or shape.rows == shape.cols
+        for shape in _suitable(num_chips, algorithm, shapes)
     )
     return min(found, key=lambda timed: timed.total_s)
+
+
+def _suitable(
+    num_chips: int, algorithm: str, shapes: Iterable[MeshShape] | None
+) -> list[MeshShape]:
+    """The shapes given, or all 2D ones, on which the algorithm runs."""
+    shapes = tuple(shapes or mesh_shapes(num_chips))
+    found = [shape for shape in shapes if algorithm != "cannon" or shape.rows == shape.cols]
+    if found:
+        return found
+    tried = ", ".join(map(str, shapes)) or "none"
+    raise ValueError(
+        f"{algorithm} has no 2D mesh of {num_chips} chips (tried: {tried}); "
+        "cannon needs a square one, the others a number that is not a prime"
+    )
 
 
 def _with_best_slices(products, shape, algorithm, hardware, slice_count, wang) -> Timed:
