@@ -83,8 +83,9 @@ def title(case: Pass) -> str:
 
 def _print_case(console: Console, case: Pass, found: list[Candidate], rows: list[Row]) -> None:
     table = _table(case, found, rows, COLUMNS)
+    boundless = console.options.update(width=10_000)
     for count in range(1, len(EXPENDABLE) + 1):
-        if console.measure(table).maximum <= console.width:
+        if console.measure(table, options=boundless).maximum <= console.width:
             break
         kept = [name for name in COLUMNS if name not in EXPENDABLE[:count]]
         table = _table(case, found, rows, kept)
