@@ -95,7 +95,7 @@ def matmul(
         rhs_dtype=rhs.dtype.name,
         out_dtype=_out_dtype(lhs, rhs, preferred_element_type),
     )
-    site = _find_site(mesh, plan.forward)
+    site = _find_site(mesh, plan.forward, (lhs, rhs))
     algorithms.check_problem(plan, problem, site.shape(plan.forward))
     call = _Call(
         contraction=plan.forward.contraction,
@@ -104,9 +104,12 @@ def matmul(
         out_dtype=problem.out_dtype,
         precision=_hashable(precision),
     )
-    if site.explicit:
-        return _on_explicit_axes(call, lhs, rhs)
-    return _placed_product(call, lhs, rhs)
+    lhs, rhs = _place(call, lhs, "lhs"), _place(call, rhs, "rhs")
+    if 0 in lhs.shape + rhs.shape:  # nothing to move: an empty result, or a sum of no terms
+        return _place(call, jnp.zeros((problem.m, problem.n), problem.out_dtype), "out")
+    out = _product(call, lhs, rhs)
+    # A reshard to its own type accepts a cotangent of any type; custom_vjp does not.
+    return _reshard(site, out, jax.typeof(out).sharding.spec) if site.explicit else out
 
 
 def _as_matrix(x, role: str) -> jax.Array:
@@ -145,8 +148,8 @@ class _Site:
       sizes: (axis name, size) of the whole mesh.
       manual: the axes over which the shard_map is manual.
       partial: whether other axes remain automatic or are the caller's.
-      explicit: whether the plan's axes are Explicit and have to be entered.
-      restore: an Explicit mesh out of context, to which the result is returned.
+      explicit: Explicit axes of a mesh in context, which have to be entered.
+      entered: an Explicit mesh, given out of context, on which an operand has a type.
       platform: "cpu", "tpu" or "gpu".
     """
 
@@ -154,8 +157,8 @@ class _Site:
     sizes: tuple[tuple[str, int], ...]
     manual: frozenset[str]
     partial: bool
-    explicit: bool
-    restore: Mesh | None
+    explicit: tuple[str, ...]
+    entered: Mesh | None
     platform: str
 
     def axis(self, names: tuple[str, ...]) -> Axis:
@@ -166,7 +169,7 @@ class _Site:
         return MeshShape(found[plan.row_axis], found[plan.col_axis])
 
 
-def _find_site(mesh: Mesh | AbstractMesh | None, plan: GemmPlan) -> _Site:
+def _find_site(mesh: Mesh | AbstractMesh | None, plan: GemmPlan, operands: tuple) -> _Site:
     context = jax.sharding.get_abstract_mesh()
     given = mesh
     if context.empty:
@@ -201,20 +204,28 @@ def _find_site(mesh: Mesh | AbstractMesh | None, plan: GemmPlan) -> _Site:
     nested = AxisType.Manual in types.values()
     idle = all(dict(sizes)[a] == 1 for a in others)
     whole = not nested and (idle or bool(compat.spmd_axis_names()))
-    explicit = AxisType.Explicit in types.values()
-    restore = None
-    if context.empty and isinstance(mesh, Mesh) and explicit:
-        restore, explicit = mesh, False
-        mesh = Mesh(mesh.devices, mesh.axis_names)
+    explicit = tuple(a for a in types if types[a] == AxisType.Explicit)
+    entered = None
+    if context.empty and explicit:
+        if all(jax.typeof(x).sharding.mesh.empty for x in operands):
+            mesh, explicit = _with_auto_axes(mesh), ()
+        else:
+            entered = mesh
     return _Site(
-        mesh=mesh if context.empty else None,
+        mesh=mesh if context.empty and entered is None else None,
         sizes=sizes,
         manual=frozenset(types) if whole else frozenset(ours),
         partial=not whole,
         explicit=explicit,
-        restore=restore,
+        entered=entered,
         platform=compat.platform_of(mesh),
     )
+
+
+def _with_auto_axes(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+    if isinstance(mesh, Mesh):
+        return Mesh(mesh.devices, mesh.axis_names)
+    return AbstractMesh(mesh.axis_sizes, mesh.axis_names)
 
 
 def _shape_of(mesh) -> tuple[tuple[str, int], ...]:
@@ -235,41 +246,11 @@ class _Call:
         return _spec(self.contraction, self.plan.forward, role)
 
 
-def _on_explicit_axes(call: _Call, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """Enters an Explicit mesh in context: inside, its axes are automatic."""
-    specs = {"m": jax.typeof(lhs).sharding.spec[0], "n": jax.typeof(rhs).sharding.spec[1]}
-    ours = {call.plan.forward.row_axis, call.plan.forward.col_axis}
-    entries = []
-    for label, entry in zip("mn", call.spec("out"), strict=True):
-        kept = tuple(name for name in _names(specs[label]) if name not in ours)
-        used = [name for done in entries for name in _names(done)]
-        entries.append(_entry(tuple(n for n in kept if n not in used) + _names(entry)))
-    enter = jax.sharding.auto_axes(
-        functools.partial(_placed_product, call), out_sharding=PartitionSpec(*entries)
-    )
-    return enter(lhs, rhs)
-
-
-def _names(entry) -> tuple[str, ...]:
-    if entry is None:
-        return ()
-    return entry if isinstance(entry, tuple) else (entry,)
-
-
-def _placed_product(call: _Call, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    lhs, rhs = _place(call, lhs, "lhs"), _place(call, rhs, "rhs")
-    if 0 in lhs.shape + rhs.shape:  # nothing to move: an empty result, or a sum of no terms
-        out = jnp.zeros((lhs.shape[0], rhs.shape[1]), call.out_dtype)
-        return _place(call, out, "out")
-    out = _product(call, lhs, rhs)
-    if call.site.restore is not None:
-        out = jax.device_put(out, NamedSharding(call.site.restore, call.spec("out")))
-    return out
-
-
 def _place(call: _Call, x: jax.Array, role: str) -> jax.Array:
     """Puts an operand where the plan wants it, before it becomes a residual."""
     site = call.site
+    if site.explicit:
+        return _typed(site, x, call.spec(role))
     if site.partial:  # other axes are the caller's: a constraint here would replicate over them
         return x
     if site.mesh is None:
@@ -280,6 +261,20 @@ def _place(call: _Call, x: jax.Array, role: str) -> jax.Array:
     return jax.device_put(x, sharding)
 
 
+def _typed(site: _Site, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Gives an operand that was never placed a type on the Explicit mesh."""
+    if site.entered is None or not jax.typeof(x).sharding.mesh.empty:
+        return x
+    return _reshard(site, x, spec) if _traced(x) else jax.device_put(x, NamedSharding(site.entered, spec))
+
+
+def _reshard(site: _Site, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """`x` with the type `spec` on the Explicit mesh."""
+    if site.entered is None:
+        return jax.sharding.reshard(x, spec)
+    return jax.sharding.reshard(x, NamedSharding(site.entered.abstract_mesh, spec))
+
+
 def _traced(x) -> bool:
     return isinstance(x, jax.core.Tracer)
 
@@ -287,38 +282,78 @@ def _traced(x) -> bool:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(call: _Call, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """The product over the mesh; lhs and rhs in the storage order of the contraction."""
-    plan, site = call.plan.forward, call.site
-    names = algorithms.axis_names(plan)
-    accum = GemmProblem(
-        m=0, n=0, k=0, lhs_dtype=lhs.dtype.name, rhs_dtype=rhs.dtype.name, out_dtype=call.out_dtype
-    )
-    job = Job(
-        contraction=call.contraction,
-        plan=plan,
-        row=site.axis(names["row"]),
-        col=site.axis(names["col"]),
-        accum_dtype=accum.accum_dtype,
-        # A 16-bit reduction in a partially manual shard_map aborts XLA:CPU.
-        wire_dtype=accum.accum_dtype
-        if site.partial and site.platform == "cpu"
-        else wire_dtype(accum, plan),
-        out_dtype=call.out_dtype,
-        precision=call.precision,
-        rolled=plan.loop == "rolled" or (plan.loop == "auto" and site.platform != "tpu"),
-    )
+    return _run(call, lhs, rhs, _out_spec(call, lhs, rhs) if call.site.explicit else None)
 
-    def kernel(lhs_shard, rhs_shard):
-        with jax.named_scope(f"{plan.algorithm}/{plan.dataflow.value}"):
-            return algorithms.algorithm_of(plan).kernel(lhs_shard, rhs_shard, job)
 
+def _run(call: _Call, lhs: jax.Array, rhs: jax.Array, result: PartitionSpec | None) -> jax.Array:
+    """Runs the kernel; on Explicit axes, enters them and returns a `result` on them."""
+    site = call.site
     mapped = jax.shard_map(
-        kernel,
+        functools.partial(_kernel, call),
         mesh=site.mesh,
         in_specs=(call.spec("lhs"), call.spec("rhs")),
         out_specs=call.spec("out"),
         axis_names=site.manual,
     )
-    return mapped(lhs, rhs)
+    if not site.explicit:
+        return mapped(lhs, rhs)
+    entered = jax.sharding.auto_axes(mapped, axes=site.explicit, out_sharding=result)
+    if site.entered is None:
+        return entered(lhs, rhs)
+    with jax.sharding.use_abstract_mesh(site.entered.abstract_mesh):
+        return entered(lhs, rhs)
+
+
+def _kernel(call: _Call, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """One chip's part of the product."""
+    plan, site = call.plan.forward, call.site
+    names = algorithms.axis_names(plan)
+    dtypes = GemmProblem(
+        m=0, n=0, k=0, lhs_dtype=lhs.dtype.name, rhs_dtype=rhs.dtype.name, out_dtype=call.out_dtype
+    )
+    # A 16-bit reduction in a partially manual shard_map aborts XLA:CPU.
+    wide = site.partial and site.platform == "cpu"
+    job = Job(
+        contraction=call.contraction,
+        plan=plan,
+        row=site.axis(names["row"]),
+        col=site.axis(names["col"]),
+        accum_dtype=dtypes.accum_dtype,
+        wire_dtype=dtypes.accum_dtype if wide else wire_dtype(dtypes, plan),
+        out_dtype=call.out_dtype,
+        precision=call.precision,
+        rolled=plan.loop == "rolled" or (plan.loop == "auto" and site.platform != "tpu"),
+    )
+    with jax.named_scope(f"{plan.algorithm}/{plan.dataflow.value}"):
+        return algorithms.algorithm_of(plan).kernel(lhs, rhs, job)
+
+
+def _out_spec(call: _Call, lhs: jax.Array, rhs: jax.Array) -> PartitionSpec:
+    """The output's type on Explicit axes: the plan's axes, and others that m and n had."""
+    kept = {"lhs": _names_by_label(call, lhs, "lhs"), "rhs": _names_by_label(call, rhs, "rhs")}
+    entries = []
+    for label, entry in zip(call.contraction.out, call.spec("out"), strict=True):
+        source = "lhs" if label == "m" else "rhs"
+        used = {name for done in entries for name in _names(done)}
+        others = tuple(name for name in kept[source][label] if name not in used)
+        entries.append(_entry(others + _names(entry)))
+    return PartitionSpec(*entries)
+
+
+def _names_by_label(call: _Call, x: jax.Array, role: str) -> dict[str, tuple[str, ...]]:
+    """For each index of an operand, the axes of its type that are not the plan's."""
+    ours = {call.plan.forward.row_axis, call.plan.forward.col_axis}
+    spec = jax.typeof(x).sharding.spec
+    return {
+        label: tuple(name for name in _names(entry) if name not in ours)
+        for label, entry in zip(call.contraction.indices(role), spec, strict=True)
+    }
+
+
+def _names(entry) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
 
 
 def _forward(call: _Call, lhs: jax.Array, rhs: jax.Array):
@@ -341,6 +376,8 @@ def _gradient(call: _Call, operands: dict[str, jax.Array], wrt: str) -> jax.Arra
         out_dtype=operands[wrt].dtype.name,
     )
     found = _product(part, operands[first], operands[second])
+    if call.site.explicit:
+        found = _reshard(call.site, found, jax.typeof(operands[wrt]).sharding.spec)
     # Inside a caller's shard_map the cotangent of an operand that is the same along
     # an outer axis is the sum over that axis.
     extra = compat.varying_axes(found) - compat.varying_axes(operands[wrt])
@@ -391,7 +428,7 @@ def contract(
     problem = GemmProblem(
         **extents, lhs_dtype=lhs.dtype.name, rhs_dtype=rhs.dtype.name, out_dtype=out_dtype
     )
-    site = _find_site(mesh, plan)
+    site = _find_site(mesh, plan, (lhs, rhs))
     algorithms.schedule(problem, plan, site.shape(plan))  # raises where it cannot run
     call = _Call(
         contraction=contraction,
@@ -400,4 +437,4 @@ def contract(
         out_dtype=out_dtype,
         precision=_hashable(precision),
     )
-    return _placed_product(call, lhs, rhs)
+    return _product(call, _place(call, lhs, "lhs"), _place(call, rhs, "rhs"))

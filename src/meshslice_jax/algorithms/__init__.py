@@ -80,9 +80,7 @@ def layer_problems(problem: GemmProblem, plan: GemmPlan) -> dict[str, GemmProble
     }
 
 
-def check(
-    plan: GemmPlan | LayerPlan, m: int, n: int, k: int, mesh_shape: tuple[int, int]
-) -> None:
+def check(plan: GemmPlan | LayerPlan, m: int, n: int, k: int, mesh_shape: tuple[int, int]) -> None:
     """Returns if `out[m, n] = lhs[m, k] @ rhs[k, n]` and its gradients run as planned.
 
     Args:

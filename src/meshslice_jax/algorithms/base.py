@@ -7,7 +7,6 @@ branches on a dataflow: they ask which matrices move, along which axis, over
 which dimension.
 """
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
@@ -62,19 +61,13 @@ class Job:
         """The output's mover, or None where the output stays put."""
         return next((mover for mover in self.contraction.movers if not mover.is_input), None)
 
-    @contextlib.contextmanager
-    def scope(self, label: str):
-        """Names what is traced inside: `meshslice/ls/slice2/gather`."""
-        with jax.named_scope(f"{self.plan.algorithm}/{self.contraction.dataflow.value}/{label}"):
-            yield
-
     def dot(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         """The local product, in the accumulation dtype and `out`'s storage order."""
         first, second, numbers = self.contraction.dimension_numbers()
         operands, precision = {"lhs": lhs, "rhs": rhs}, self.precision
         if first == "rhs" and isinstance(precision, tuple):
             precision = precision[::-1]
-        with self.scope("product"):
+        with jax.named_scope("product"):
             return lax.dot_general(
                 operands[first],
                 operands[second],
@@ -85,12 +78,12 @@ class Job:
 
     def gather(self, x: jax.Array, mover: Mover) -> jax.Array:
         """Gathers an operand (or a slice of it) along its axis."""
-        with self.scope("gather"):
+        with jax.named_scope("gather"):
             return collectives.gather(x, self.axis(mover.axis), mover.dim)
 
     def scatter(self, partial: jax.Array, mover: Mover) -> jax.Array:
         """Reduce-scatters a partial output along its axis; result in `out_dtype`."""
-        with self.scope("scatter"):
+        with jax.named_scope("scatter"):
             wire = partial.astype(self.wire_dtype)
             summed = collectives.reduce_scatter(wire, self.axis(mover.axis), mover.dim)
             return summed.astype(self.out_dtype)
@@ -206,9 +199,7 @@ def memory(
       partial: a local product; its result is held in the accumulation dtype.
       buffers: how many such results are alive at once.
     """
-    shards = {
-        role: problem.bytes(role) // view.num_chips for role in ROLES
-    }
+    shards = {role: problem.bytes(role) // view.num_chips for role in ROLES}
     accum = partial.m * partial.n * itemsize(problem.accum_dtype)
     held = sum(shards[role] * count for role, count in gathered.items())
     return {

@@ -35,7 +35,7 @@ def kernel(lhs: jax.Array, rhs: jax.Array, job: Job) -> jax.Array:
     out, ring = job.output(), job.row.size
     for mover in job.inputs():
         axis, other = _axes(mover, job)
-        with job.scope("skew"):
+        with jax.named_scope("skew"):
             operands[mover.role] = collectives.skew(operands[mover.role], axis, other, by=-1)
     total = None
     for step in range(ring):
@@ -51,7 +51,7 @@ def kernel(lhs: jax.Array, rhs: jax.Array, job: Job) -> jax.Array:
         return total.astype(job.out_dtype)
     # Chunk t was finished at coordinate t - other + 1 of its axis: send it home.
     axis, other = _axes(out, job)
-    with job.scope("skew"):
+    with jax.named_scope("skew"):
         home = collectives.skew(total.astype(job.out_dtype), axis, other, by=1, offset=-1)
     return home
 
@@ -66,7 +66,7 @@ def _axes(mover: Mover, job: Job):
 
 
 def _shift(x: jax.Array, mover: Mover, job: Job) -> jax.Array:
-    with job.scope("shift"):
+    with jax.named_scope("shift"):
         return collectives.shift(x, job.axis(mover.axis), by=-1)
 
 

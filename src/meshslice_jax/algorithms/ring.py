@@ -67,9 +67,7 @@ def _cut(x: jax.Array, dim: int) -> list[jax.Array]:
     starts = [0]
     for size in collectives.halves(x.shape[dim]):
         starts.append(starts[-1] + size)
-    return [
-        lax.slice_in_dim(x, a, b, axis=dim) for a, b in zip(starts, starts[1:], strict=False)
-    ]
+    return [lax.slice_in_dim(x, a, b, axis=dim) for a, b in zip(starts, starts[1:], strict=False)]
 
 
 def _join(parts: list[jax.Array], dim: int) -> jax.Array:
@@ -89,7 +87,7 @@ def _arrivals(x: jax.Array, job: Job, ringed: Mover):
                 found.append((part, (me - by * t) % axis.size * width + offset))
                 offset += part.shape[ringed.dim]
             if t + 1 < axis.size:
-                with job.scope("shift"):
+                with jax.named_scope("shift"):
                     parts = [
                         collectives.shift(part, axis, by)
                         for part, by in zip(parts, (1, -1), strict=False)
@@ -152,7 +150,7 @@ def _ring_reduce(operands, job: Job, ringed: Mover, blocked: Mover) -> jax.Array
                 own = [mine + sent.astype(mine.dtype) for mine, sent in zip(own, sums, strict=True)]
             sums = own
             if t + 1 < axis.size:
-                with job.scope("shift"):
+                with jax.named_scope("shift"):
                     sums = [
                         collectives.shift(x.astype(job.wire_dtype), axis, by)
                         for x, by in zip(own, (1, -1), strict=False)
@@ -208,7 +206,10 @@ def schedule(problem: GemmProblem, plan: GemmPlan, view: MeshShape, ring_axis: s
             *(
                 ((Step(transfers=sends, product=product), steps - 1), (Step(product=product), 1))
                 if ringed.is_input
-                else ((Step(product=product), 1), (Step(transfers=sends, product=product), steps - 1))
+                else (
+                    (Step(product=product), 1),
+                    (Step(transfers=sends, product=product), steps - 1),
+                )
             ),
             last or (Step(), 0),
             (Step(transfers=after), 1),
@@ -222,4 +223,3 @@ def schedule(problem: GemmProblem, plan: GemmPlan, view: MeshShape, ring_axis: s
             buffers=2 if blocked.is_input else steps + 1,
         ),
     )
-

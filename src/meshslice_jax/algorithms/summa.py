@@ -66,7 +66,7 @@ def _broadcast(x: jax.Array, panel: int, panels: int, mover: Mover, job: Job) ->
     root, place = _owner(panel, panels, axis.size)
     width = x.shape[mover.dim] * axis.size // panels
     mine = lax.slice_in_dim(x, place * width, (place + 1) * width, axis=mover.dim)
-    with job.scope("broadcast"):
+    with jax.named_scope("broadcast"):
         return collectives.broadcast(mine, axis, root, job.plan.packets, 1 - mover.dim)
 
 
@@ -74,7 +74,7 @@ def _reduce(shard, partial: jax.Array, panel: int, panels: int, mover: Mover, jo
     """Reduces one panel to its owner, who keeps it in its place of `shard`."""
     axis = job.axis(mover.axis)
     root, place = _owner(panel, panels, axis.size)
-    with job.scope("reduce"):
+    with jax.named_scope("reduce"):
         summed = collectives.reduce(
             partial, axis, root, job.plan.packets, 1 - mover.dim, job.wire_dtype
         )
@@ -126,9 +126,7 @@ def schedule(problem: GemmProblem, plan: GemmPlan, shape: MeshShape) -> Schedule
         if ring == 1:
             return None
         panel_bytes = shard_bytes(problem, plan, mover.role, shape) * ring // panels
-        pieces = plan.packets * len(
-            collectives.halves(_uncut_extent(problem, plan, mover, shape))
-        )
+        pieces = plan.packets * len(collectives.halves(_uncut_extent(problem, plan, mover, shape)))
         return Transfer(
             kind="broadcast" if mover.is_input else "reduce",
             role=mover.role,
