@@ -7,7 +7,8 @@ between two products the paper starts afresh: the last reduce-scatter and the ne
 first gather are exposed. The options here remove those borders one by one. They go
 beyond the paper, cost memory, and change no result.
 
-This is plain data; `block_graph` gives it its meaning in the simulator.
+This is plain data; `block_graph` gives it its meaning in the simulator, and
+docs/simulator.md has what each option gains and costs.
 """
 
 import dataclasses
@@ -31,10 +32,11 @@ class BlockSchedule:
         complete before the other starts.
       prefetch_weight: weights are gathered ahead of the product before theirs, as
         far as `buffer_depth` allows: forward and dX.
-      prefetch_saved: the saved activation that dW gathers is gathered ahead of the
-        product before it.
+      prefetch_saved: what dW gathers is gathered ahead of the product before it: the
+        saved activation or, where dX runs first, the cotangent, which is there
+        already. Slices of dW may then run between those of dX.
       overlap_grad_rhs: the product after dW does not wait for dW: dW's last
-        reduce-scatter runs behind it, and its own gathers ahead of it.
+        reduce-scatter runs beside it, and its own gathers beside dW.
       share_cotangent: where dX and dW of a layer both gather the output's
         cotangent, the second uses what the first gathered. The whole gathered
         cotangent then stays in memory between them.
