@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from meshslice_jax import algorithms
 from meshslice_jax.autotune import memory, overlap, replicas, search, space, tune, tune_report
+from meshslice_jax.autotune.compare import compare
 from meshslice_jax.autotune.product import OPTION_VALUES, TWO_D, Pins, Pricer, divisors
 from meshslice_jax.autotune.relayout import placement, relayout_s
 from meshslice_jax.cost import seconds
@@ -126,9 +127,10 @@ def enumerated(model, problems, shape, hardware) -> float:
         (TINY, 4, 1, "tpu_v4_paper"),
         (GATED, 2, 16, "tpu_v4_paper_3"),
         (GATED, 4, 2, "tpu_v4"),
-        pytest.param(TINY, 4, 32, "tpu_v5e", marks=pytest.mark.slow),
-        pytest.param(GATED, 8, 2, "tpu_v4_lowlat", marks=pytest.mark.slow),
-        pytest.param(MODELS["gpt3-125m"], 4, 64, "tpu_v4_paper", marks=pytest.mark.slow),
+        (TINY, 4, 32, "tpu_v5e"),
+        (GATED, 8, 2, "tpu_v4_lowlat"),
+        (MODELS["gpt3-125m"], 4, 64, "tpu_v4_paper"),
+        (MODELS["gpt3-6.7b"], 8, 2048, "tpu_v4"),
     ],
 )
 def test_exact_search_equals_enumeration(model, chips, batch, hardware):
@@ -144,6 +146,27 @@ def test_exact_search_equals_enumeration(model, chips, batch, hardware):
             assert one.block_s > report.plan.predicted.block_s
         else:
             assert one.block_s == pytest.approx(expected[one.mesh_shape], rel=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    extents=st.tuples(*(st.sampled_from([64, 192, 1024, 8192, 65536]),) * 3),
+    dataflow=st.sampled_from(list(Dataflow)),
+    shape=st.sampled_from([(1, 1), (2, 2), (1, 8), (4, 2), (4, 16)]),
+    hardware=st.sampled_from(list(HARDWARE)),
+)
+def test_floors_lie_under_every_algorithm(extents, dataflow, shape, hardware):
+    m, n, k = extents
+    problem = GemmProblem.uniform(m=m, n=n, k=k, dtype="bfloat16")
+    floor = Pricer(HARDWARE[hardware], {}).floor_s(problem, dataflow, MeshShape(*shape))
+    for name in TWO_D:
+        for fields in settings_of(name, "column"):
+            plan = GemmPlan(algorithm=name, dataflow=dataflow, **fields)
+            for count in (1, 2, 4, 16):
+                tried = dataclasses.replace(plan, slice_count=count)
+                if algorithms.fits(problem, tried, MeshShape(*shape)):
+                    found = algorithms.schedule(problem, tried, shape)
+                    assert floor <= seconds(found, problem, HARDWARE[hardware]).total_s
 
 
 def test_prediction_adds_up_from_the_plan_itself():
@@ -567,3 +590,13 @@ def test_tuning_is_quick(chips, limit_s):
     start = time.process_time()
     tune("gpt3-175b", chips)
     assert time.process_time() - start < limit_s
+
+
+def test_the_table_of_the_docs_is_made_of_comparisons():
+    one = compare("gpt3-125m", 4, "small", batch=1)
+    assert one.gain is not None
+    assert one.gain >= 0
+    assert compare("gpt3-125m", 4, batch=1, memory_share=1.0).exact_s == one.exact_s
+    nothing = compare("gpt3-125m", 7)
+    assert (nothing.paper_s, nothing.exact_s, nothing.gain) == (None, None, None)
+    assert nothing.changes == "nothing fits"
