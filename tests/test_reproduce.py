@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from meshslice_jax import algorithms
+from meshslice_jax.autotune import tune
 from meshslice_jax.cost import seconds
 from meshslice_jax.dataflow import Dataflow
 from meshslice_jax.hardware import hardware
@@ -357,3 +358,13 @@ def test_the_documented_sensitivities_are_those_of_the_model():
 def test_the_documented_comparison_is_that_of_the_model(rows):
     text = (pathlib.Path(__file__).parents[1] / "docs" / "reproducing.md").read_text()
     assert comparison_table(rows) in text
+
+
+@pytest.mark.parametrize("model", [GPT3, MEGATRON])
+@pytest.mark.parametrize("chips", [16, 64, 256])
+def test_the_tuners_paper_search_finds_the_same_plan(model, chips):
+    plan = tune(model, chips, hardware=PAPER, search="paper")
+    found = timed_block(PAPER, model, chips, "meshslice")
+    assert plan.mesh_shape == found.mesh_shape
+    assert tuple(layer.forward.slice_count for layer in plan.layers.values()) == found.slice_counts
+    assert plan.predicted.fc_s == pytest.approx(found.total_s)
