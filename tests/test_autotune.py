@@ -520,7 +520,7 @@ def test_reports_say_why_the_others_lost():
 
 
 def test_equal_meshes_are_said_to_be_equal():
-    report = tune_report("gpt3-175b", 256)
+    report = tune_report("gpt3-175b", 256, hardware="tpu_v4_paper")
     assert report.plan.mesh_shape == (32, 8)  # of 32x8 and its mirror image, the one without twins
     mirror = next(one for one in report.runners_up if one.mesh_shape == (8, 32))
     assert mirror.reason.startswith("equally fast")
