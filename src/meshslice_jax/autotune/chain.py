@@ -16,7 +16,7 @@ import dataclasses
 
 from meshslice_jax.autotune import layer as layers
 from meshslice_jax.autotune.layer import LayerSpace, Limit, Option
-from meshslice_jax.autotune.product import Pricer, faster
+from meshslice_jax.autotune.product import Pricer, faster, rounded
 from meshslice_jax.autotune.relayout import Placement, relayout_s
 from meshslice_jax.mesh import MeshShape
 from meshslice_jax.problem import GemmProblem
@@ -127,10 +127,11 @@ def _options(name, block, shape, pricer, limit, mover) -> list[Option]:
     """
     problem, space = block.problems[name], block.spaces[name]
     floors = [(layers.floor_s(way, problem, shape, pricer), way) for way in space.ways()]
-    runs = sorted((one for one in floors if one[0] is not None), key=lambda one: one[0])
+    runs = [(rounded(floor), way) for floor, way in floors if floor is not None]
+    runs.sort(key=lambda one: one[0])
     kept, best_s, slack = {}, float("inf"), mover.most(name)
     for floor, way in runs:
-        if floor > best_s + slack:
+        if floor > (best_s + slack) * (1 + 1e-8):
             break
         found = layers.price(way, space, problem, shape, pricer, limit)
         if found is None:

@@ -13,7 +13,7 @@ from meshslice_jax.autotune import chain, memory, overlap, replicas, report, spa
 from meshslice_jax.autotune import layer as layers
 from meshslice_jax.autotune.layer import Limit
 from meshslice_jax.autotune.memory import MEMORY_KINDS
-from meshslice_jax.autotune.product import Pricer
+from meshslice_jax.autotune.product import Pricer, rounded
 from meshslice_jax.autotune.report import MeshReport, TuneReport
 from meshslice_jax.hardware import HardwareSpec
 from meshslice_jax.hardware import hardware as hardware_spec
@@ -50,7 +50,7 @@ class _Found:
     def rank(self) -> tuple:
         """Faster first; equals by fewer twins, fewer replicas, fewer rows."""
         twins = sum(option.way.twin for option in self.solution.options.values())
-        return float(f"{self.total_s:.9e}"), twins, self.job.replicas, self.job.shape.rows
+        return rounded(self.total_s), twins, self.job.replicas, self.job.shape.rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

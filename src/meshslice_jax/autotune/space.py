@@ -65,7 +65,7 @@ def layer_spaces(
     names = (algorithm,) if algorithm else _algorithms(search)
     spaces = {}
     for name, problem in problems.items():
-        space = _paper(problem, names) if search == "paper" else LayerSpace(pins=(Pins(names),) * 3)
+        space = _paper(problem, names) if search == "paper" else _exact(problem, names)
         spaces[name] = _narrowed(name, space, overrides[name]) if name in overrides else space
     return spaces
 
@@ -74,6 +74,13 @@ def _algorithms(search: str) -> tuple[str, ...]:
     if search == "paper":
         return ("meshslice",)
     return TWO_D + tuple(name for name in ALGORITHMS if name not in TWO_D)
+
+
+def _exact(problem: GemmProblem, names: tuple[str, ...]) -> LayerSpace:
+    """Everything; equals are decided for the paper's dataflow."""
+    first = largest_stationary(problem)
+    rest = tuple(dataflow for dataflow in Dataflow if dataflow is not first)
+    return LayerSpace(pins=(Pins(names),) * 3, dataflows=(first, *rest))
 
 
 def _paper(problem: GemmProblem, names: tuple[str, ...]) -> LayerSpace:
