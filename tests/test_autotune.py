@@ -405,6 +405,7 @@ def test_a_prime_number_of_chips_is_explained_mesh_by_mesh():
         assert "qkv: forward rs: lhs dimension" in line
         assert "is not divisible by mesh axis" in line
         assert "of size 7" in line
+        assert "cannon" not in line  # what all algorithms share is enough
     assert "ways out" in text
 
 
@@ -563,15 +564,18 @@ def test_the_ladder_starts_plain_and_opens_everything():
 # --- running what was tuned ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given_", [{}, {"qkv": {"dataflow": "rs"}}])
-def test_tuned_layers_run_exactly(given_):
-    """Integer operands through every tuned layer, forward and both gradients."""
+@pytest.mark.parametrize(
+    ("given_", "names"), [({}, ["out", "ff1"]), ({"qkv": {"dataflow": "rs"}}, ["qkv", "out"])]
+)
+def test_tuned_layers_run_exactly(given_, names):
+    """Integer operands through tuned layers, forward and both gradients."""
     plan = tune(
         TINY, 8, batch=2, seq_len=32, dtype="float32", reduce_dtype="float32", overrides=given_
     )
     mesh = make_mesh(plan.mesh_shape)
     rng = np.random.default_rng(0)
-    for name, problem in plan.problems().items():
+    for name in names:
+        problem = plan.problems()[name]
         lhs = rng.integers(-1, 2, (problem.m, problem.k)).astype("float32")
         rhs = rng.integers(-1, 2, (problem.k, problem.n)).astype("float32")
 

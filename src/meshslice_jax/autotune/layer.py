@@ -251,7 +251,8 @@ def why_not(space: LayerSpace, problem: GemmProblem, shape: MeshShape, pricer: P
                 )
             if all(faults):
                 different = dict.fromkeys(fault for found in faults for fault in found)
-                return f"{name} {dataflow.value}: {'; '.join(different)}"
+                shared = [one for one in different if all(one in found for found in faults)]
+                return f"{name} {dataflow.value}: {'; '.join(shared or different)}"
     names = ", ".join(dict.fromkeys(n for pins in space.pins for n in pins.algorithms))
     flows = ", ".join(dataflow.value for dataflow in space.dataflows)
     return f"no forward product with dataflow {flows} by {names}"
