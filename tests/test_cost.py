@@ -8,7 +8,7 @@ import pytest
 
 from meshslice_jax import algorithms
 from meshslice_jax.cost import CostBreakdown, product_s, seconds, transfer_s
-from meshslice_jax.hardware import HardwareSpec, hardware
+from meshslice_jax.hardware import HardwareSpec, hardware_spec
 from meshslice_jax.mesh import MeshShape
 from meshslice_jax.plan import GemmPlan
 from meshslice_jax.problem import GemmProblem
@@ -218,7 +218,7 @@ VECTORS = [
 @pytest.mark.parametrize("vector", VECTORS, ids=lambda v: f"{v[0]}-{'x'.join(map(str, v[1]))}")
 def test_the_calibrations_regression_vectors(vector):
     dataflow, extents, count, col, row, product, stall, sliced, whole = vector
-    problem, spec = GemmProblem.uniform(*extents, "bfloat16"), hardware("tpu_v4_paper")
+    problem, spec = GemmProblem.uniform(*extents, "bfloat16"), hardware_spec("tpu_v4_paper")
     plan = {"dataflow": dataflow, "reduce_dtype": "output"}
     found = cost(problem, (32, 8), spec, slice_count=count, **plan)
     collective = cost(problem, (32, 8), spec, algorithm="collective", **plan)

@@ -9,7 +9,7 @@ import pytest
 from meshslice_jax.hardware import (
     HARDWARE,
     HardwareSpec,
-    hardware,
+    hardware_spec,
     load_spec,
     spec_from_json,
     spec_to_json,
@@ -22,7 +22,7 @@ NUMBERS = [f.name for f in dataclasses.fields(HardwareSpec) if f.name not in ("n
 @pytest.fixture
 def raw() -> dict:
     """The JSON object of a valid spec."""
-    return json.loads(spec_to_json(hardware("tpu_v4")))
+    return json.loads(spec_to_json(hardware_spec("tpu_v4")))
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def raw() -> dict:
     ],
 )
 def test_nominal_profiles_hold_the_vendors_figures(name, bf16, hbm_gib, hbm_gb_s, link_gb_s):
-    spec = hardware(name)
+    spec = hardware_spec(name)
     assert spec.flops_per_s("bfloat16") == bf16 * 1e12
     assert spec.hbm_bytes == hbm_gib * 2**30
     assert spec.hbm_bytes_per_s == hbm_gb_s * 1e9
@@ -45,7 +45,7 @@ def test_nominal_profiles_hold_the_vendors_figures(name, bf16, hbm_gib, hbm_gb_s
 
 
 def test_the_calibration_is_the_one_that_is_documented():
-    spec = hardware("tpu_v4_paper")
+    spec = hardware_spec("tpu_v4_paper")
     assert spec.axis_bytes_per_s(32, overlapped=True) == pytest.approx(84e9)
     assert spec.axis_bytes_per_s(32, overlapped=False) == pytest.approx(84e9)
     assert spec.axis_bytes_per_s(32, overlapped=True, directions=1) == pytest.approx(42e9)
@@ -62,7 +62,7 @@ def test_the_calibration_is_the_one_that_is_documented():
 
 @pytest.mark.parametrize("name", NOMINAL)
 def test_nominal_profiles_fit_nothing(name):
-    assert not any(fact.fitted for fact in hardware(name).facts)
+    assert not any(fact.fitted for fact in hardware_spec(name).facts)
 
 
 @pytest.mark.parametrize("name", HARDWARE)
@@ -80,7 +80,7 @@ def test_json_round_trip(name, tmp_path):
     path.write_text(spec_to_json(HARDWARE[name]))
     assert load_spec(path) == HARDWARE[name]
     assert hash(load_spec(path)) == hash(HARDWARE[name])
-    assert hardware(path) == hardware(str(path)) == HARDWARE[name]
+    assert hardware_spec(path) == hardware_spec(str(path)) == HARDWARE[name]
 
 
 @pytest.mark.parametrize(
@@ -95,13 +95,13 @@ def test_json_round_trip(name, tmp_path):
     ],
 )
 def test_wrap_around(name, rings, lines):
-    spec = hardware(name)
+    spec = hardware_spec(name)
     assert all(spec.is_ring(length) for length in rings)
     assert not any(spec.is_ring(length) for length in lines)
 
 
 def test_a_line_has_half_the_rate_of_a_ring():
-    spec = hardware("tpu_v5e")
+    spec = hardware_spec("tpu_v5e")
     ring = spec.axis_bytes_per_s(16, overlapped=True)
     assert spec.axis_bytes_per_s(8, overlapped=True) == ring / 2 == 50e9
     # One-way traffic has one link of either.
@@ -112,22 +112,22 @@ def test_a_line_has_half_the_rate_of_a_ring():
 
 
 def test_a_spec_is_taken_as_it_is():
-    spec = dataclasses.replace(hardware("tpu_v4"), name="mine", link_bytes_per_s=1.0)
-    assert hardware(spec) is spec
+    spec = dataclasses.replace(hardware_spec("tpu_v4"), name="mine", link_bytes_per_s=1.0)
+    assert hardware_spec(spec) is spec
 
 
 def test_an_unknown_name_lists_the_known_ones(tmp_path):
     with pytest.raises(ValueError, match=r"unknown hardware 'tpu_v9'.*tpu_v4, .*tpu_v4_paper"):
-        hardware("tpu_v9")
+        hardware_spec("tpu_v9")
     with pytest.raises(ValueError, match=r"none\.json' does not exist"):
-        hardware(tmp_path / "none.json")
+        hardware_spec(tmp_path / "none.json")
     with pytest.raises(TypeError, match="a name, a path or a HardwareSpec, got int"):
-        hardware(4)
+        hardware_spec(4)
 
 
 def test_an_unknown_dtype_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"'tpu_v4' has no FLOP/s for operands of float64; .*int8"):
-        hardware("tpu_v4").flops_per_s("float64")
+        hardware_spec("tpu_v4").flops_per_s("float64")
 
 
 def test_unknown_and_missing_fields_are_named_together(raw):
@@ -151,9 +151,9 @@ def test_a_wrong_type_is_named_with_its_path(raw):
 
 def test_a_truncated_file_is_refused(tmp_path):
     path = tmp_path / "cut.json"
-    path.write_text(spec_to_json(hardware("tpu_v4"))[:100])
+    path.write_text(spec_to_json(hardware_spec("tpu_v4"))[:100])
     with pytest.raises(ValueError, match=r"cut\.json is not a JSON object"):
-        hardware(path)
+        hardware_spec(path)
     with pytest.raises(ValueError, match="must be a JSON object, got list"):
         spec_from_json("[]")
 
@@ -173,7 +173,7 @@ def test_a_truncated_file_is_refused(tmp_path):
 )
 def test_numbers_that_no_machine_has_are_refused(field, value, words):
     with pytest.raises(ValueError, match=words):
-        dataclasses.replace(hardware("tpu_v4"), **{field: value})
+        dataclasses.replace(hardware_spec("tpu_v4"), **{field: value})
 
 
 def test_facts_about_fields_that_do_not_exist_are_refused(raw):
@@ -184,4 +184,4 @@ def test_facts_about_fields_that_do_not_exist_are_refused(raw):
 
 def test_profiles_are_named_as_they_are_looked_up():
     assert all(name == spec.name for name, spec in HARDWARE.items())
-    assert isinstance(hardware("tpu_v4"), HardwareSpec)
+    assert isinstance(hardware_spec("tpu_v4"), HardwareSpec)

@@ -14,7 +14,7 @@ from meshslice_jax import algorithms
 from meshslice_jax.autotune import tune
 from meshslice_jax.cost import seconds
 from meshslice_jax.dataflow import Dataflow
-from meshslice_jax.hardware import hardware
+from meshslice_jax.hardware import hardware_spec
 from meshslice_jax.mesh import MeshShape
 from meshslice_jax.problem import GemmProblem
 from meshslice_jax.reproduce import (
@@ -32,7 +32,7 @@ from meshslice_jax.reproduce.peers import plan_of, summa_schedule, wang_schedule
 from meshslice_jax.reproduce.published import ACCEPT, BOTH, GPT3, LIMITS, MEGATRON, PUBLISHED
 from meshslice_jax.reproduce.rows import sixteen_products, timed_block
 
-PAPER = hardware("tpu_v4_paper")
+PAPER = hardware_spec("tpu_v4_paper")
 TUNED = MeshShape(32, 8)
 WANG = "activations_ringed_merged"
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from meshslice_jax import algorithms, block_study, cost, fault_study, links
 from meshslice_jax.block import OVERLAPPED_BLOCK, BlockSchedule
 from meshslice_jax.faults import Faults
-from meshslice_jax.hardware import hardware
+from meshslice_jax.hardware import hardware_spec
 from meshslice_jax.mesh import MeshShape
 from meshslice_jax.models import model_layers
 from meshslice_jax.plan import GemmPlan, LayerPlan
@@ -23,7 +23,7 @@ from meshslice_jax.simulate import simulate, simulate_block, simulate_schedule
 from meshslice_jax.task_graph import product_part
 from meshslice_jax.timeline import RESOURCES, write_trace
 
-PAPER = hardware("tpu_v4_paper")
+PAPER = hardware_spec("tpu_v4_paper")
 QUIET = dataclasses.replace(PAPER, contention=0.0)  # links leave products alone
 LAYER = GemmProblem.uniform(m=8192, n=6144, k=1536, dtype="bfloat16")
 
@@ -63,9 +63,9 @@ def test_the_cases_cover_every_algorithm_and_pass():
     [
         (QUIET, 1e-9),
         (PAPER, 0.025),
-        (hardware("tpu_v4"), 1e-9),
-        (hardware("tpu_v4_paper_3"), 0.025),
-        (hardware("tpu_v5e"), 1e-9),
+        (hardware_spec("tpu_v4"), 1e-9),
+        (hardware_spec("tpu_v4_paper_3"), 0.025),
+        (hardware_spec("tpu_v5e"), 1e-9),
     ],
     ids=lambda value: getattr(value, "name", None),
 )

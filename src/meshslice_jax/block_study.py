@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from meshslice_jax import algorithms, cost
 from meshslice_jax.block import BlockSchedule
-from meshslice_jax.hardware import HardwareSpec, hardware
+from meshslice_jax.hardware import HardwareSpec, hardware_spec
 from meshslice_jax.mesh import MeshShape
 from meshslice_jax.models import model_layers
 from meshslice_jax.plan import GemmPlan, LayerPlan
@@ -53,7 +53,7 @@ class Study:
 
     @property
     def spec(self) -> HardwareSpec:
-        return hardware(self.hardware)
+        return hardware_spec(self.hardware)
 
     @functools.cached_property
     def problems(self) -> dict[str, GemmProblem]:

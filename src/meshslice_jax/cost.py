@@ -69,7 +69,7 @@ def seconds(schedule: Schedule, problem: GemmProblem, hardware: HardwareSpec) ->
     Args:
       schedule: what one chip sends and computes, from `algorithms.schedule`.
       problem: the product; its dtypes price the local products.
-      hardware: rates and latencies, from `hardware("tpu_v4")`.
+      hardware: rates and latencies, from `hardware_spec("tpu_v4")`.
 
     Raises:
       ValueError: the hardware has no FLOP/s for the operands' dtype.

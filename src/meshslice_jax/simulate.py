@@ -32,7 +32,7 @@ from meshslice_jax.block import BlockSchedule
 from meshslice_jax.block_graph import block_graph, block_parts
 from meshslice_jax.cost import product_s, transfer_hbm_bytes, transfer_s
 from meshslice_jax.faults import NO_FAULTS, Faults, Wear
-from meshslice_jax.hardware import HardwareSpec, hardware
+from meshslice_jax.hardware import HardwareSpec, hardware_spec
 from meshslice_jax.issue_order import LEAST_RATE, issue_order, processing_order, resources
 from meshslice_jax.mesh import MeshShape
 from meshslice_jax.plan import GemmPlan, LayerPlan
@@ -58,7 +58,7 @@ def simulate(
       problem: global extents and dtypes.
       plan: how it runs.
       mesh_shape: (rows, cols) of the mesh.
-      spec: the hardware, a record or what `hardware` takes.
+      spec: the hardware, a record or what `hardware_spec` takes.
       faults: jitter, slow chips and slow links.
       buffer_depth: gathered slices of each moving operand held at once.
       record: whether the timeline keeps every task's times, for `write_trace`.
@@ -67,7 +67,7 @@ def simulate(
       ValueError: the product cannot run as planned, or a fault outside the mesh.
     """
     part = product_part(problem, plan, mesh_shape)
-    return run(product_graph(part, buffer_depth), hardware(spec), faults=faults, record=record)
+    return run(product_graph(part, buffer_depth), hardware_spec(spec), faults=faults, record=record)
 
 
 def simulate_schedule(
@@ -91,7 +91,7 @@ def simulate_schedule(
         schedule=schedule,
         mesh_shape=MeshShape(*mesh_shape),
     )
-    return run(product_graph(part, buffer_depth), hardware(spec), faults=faults, record=record)
+    return run(product_graph(part, buffer_depth), hardware_spec(spec), faults=faults, record=record)
 
 
 def simulate_block(
@@ -111,7 +111,7 @@ def simulate_block(
     Args:
       layers: name -> (forward problem, plan), in forward order.
       mesh_shape: (rows, cols) of the mesh.
-      spec: the hardware, a record or what `hardware` takes.
+      spec: the hardware, a record or what `hardware_spec` takes.
       block: order and overlap of the products; None is the plain order.
       faults: jitter, slow chips and slow links.
       record: whether the timeline keeps every task's times, for `write_trace`.
@@ -124,7 +124,7 @@ def simulate_block(
         raise ValueError("a block needs at least one layer to simulate")
     block = block or BlockSchedule()
     parts = block_parts(layers, mesh_shape, block)
-    return run(block_graph(parts, block), hardware(spec), faults=faults, record=record)
+    return run(block_graph(parts, block), hardware_spec(spec), faults=faults, record=record)
 
 
 def run(

@@ -1,4 +1,4 @@
-"""Hardware as data: `hardware("tpu_v4")`, a path to a JSON file, or a record."""
+"""Hardware as data: `hardware_spec("tpu_v4")`, a path to a JSON file, or a record."""
 
 import pathlib
 import types
@@ -30,7 +30,7 @@ HARDWARE = types.MappingProxyType(
 )
 
 
-def hardware(which: str | pathlib.Path | HardwareSpec) -> HardwareSpec:
+def hardware_spec(which: str | pathlib.Path | HardwareSpec) -> HardwareSpec:
     """The spec that `which` means.
 
     Args:

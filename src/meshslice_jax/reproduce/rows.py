@@ -11,7 +11,7 @@ import dataclasses
 import functools
 
 from meshslice_jax.dataflow import Dataflow
-from meshslice_jax.hardware import HardwareSpec, hardware
+from meshslice_jax.hardware import HardwareSpec, hardware_spec
 from meshslice_jax.mesh import MeshShape
 from meshslice_jax.models import fc_layers
 from meshslice_jax.models import model as find_model
@@ -44,7 +44,7 @@ def reproduce(
     Raises:
       ValueError: unknown hardware.
     """
-    spec = hardware(which)
+    spec = hardware_spec(which)
     rows = []
     for model in MODELS:
         rows += _headline(spec, model, wang)

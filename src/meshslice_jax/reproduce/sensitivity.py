@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from meshslice_jax.dataflow import Dataflow
-from meshslice_jax.hardware import HardwareSpec, hardware
+from meshslice_jax.hardware import HardwareSpec, hardware_spec
 from meshslice_jax.reproduce import search
 from meshslice_jax.reproduce.peers import DEFAULT_WANG, WangForm
 from meshslice_jax.reproduce.published import BOTH, GPT3, MEGATRON, PUBLISHED
@@ -155,7 +155,7 @@ def sensitivity(which: str | HardwareSpec = "tpu_v4_paper") -> dict[str, dict[st
 
     The first entry, "base", holds the targets themselves.
     """
-    base_spec = hardware(which)
+    base_spec = hardware_spec(which)
     base = targets(base_spec)
     found = {}
     for label, changed in CHANGES.items():
@@ -194,7 +194,7 @@ def fit_links(
       which: the machine that gives all other constants.
       rounds: Gauss-Newton steps; the slice counts are chosen anew in each evaluation.
     """
-    spec, models = hardware(which), tuple(models)
+    spec, models = hardware_spec(which), tuple(models)
     wanted = [
         PUBLISHED[f"fc_utilisation/{name}", model]
         for model in models
