@@ -7,6 +7,9 @@ import typer
 import meshslice_jax
 from meshslice_jax.cli.bench import bench
 from meshslice_jax.cli.doctor import doctor
+from meshslice_jax.cli.reproduce import reproduce
+from meshslice_jax.cli.simulate import simulate
+from meshslice_jax.cli.tune import tune
 
 app = typer.Typer(
     name="meshslice",
@@ -18,6 +21,9 @@ app = typer.Typer(
 )
 app.command()(bench)
 app.command()(doctor)
+app.command()(tune)
+app.command()(simulate)
+app.command()(reproduce)
 
 
 def _print_version(wanted: bool) -> None:

@@ -63,11 +63,7 @@ def bench(
     Candidates of a pass take turns; compilation and warm-up are apart.
     """
     with common.usage_errors():
-        if plot is not None:
-            report.require_matplotlib()
-        for path in (json, plot):
-            if path is not None and not path.absolute().parent.is_dir():
-                raise ValueError(f"{path}: there is no folder {path.absolute().parent}")
+        common.check_outputs(json, plot, draws=plot is not None)
         shape = parse_mesh_shape(mesh)
         options = benchmark.Options(
             layers=find_layers(model, mkn or [], layers, batch, seq_len, dtype),

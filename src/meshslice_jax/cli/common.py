@@ -1,11 +1,13 @@
-"""What the commands share: consoles, usage errors, lists, devices, the header."""
+"""What the commands share: consoles, usage errors, lists, files, devices, headers."""
 
 import contextlib
 import importlib.metadata
+import importlib.util
 import os
 import platform as host
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import typer
@@ -13,7 +15,9 @@ from rich.console import Console
 
 import meshslice_jax
 from meshslice_jax import compat
+from meshslice_jax.hardware import HardwareSpec
 from meshslice_jax.mesh import MeshShape, emulate_devices
+from meshslice_jax.model_plan import ModelPlan, load_plan
 
 #: Width of tables that go to a file or a pipe, where no terminal sets one.
 PLAIN_WIDTH = 170
@@ -33,13 +37,18 @@ def stderr() -> Console:
     return Console(stderr=True, highlight=False)
 
 
+def say(console: Console, text: str, style: str | None = None) -> None:
+    """Prints text as it is, without markup or line breaks of its own."""
+    console.print(text, style=style, markup=False, soft_wrap=True)
+
+
 @contextlib.contextmanager
 def usage_errors() -> Iterator[None]:
     """Turns a ValueError or RuntimeError inside into a message and exit code 2."""
     try:
         yield
     except (ValueError, RuntimeError) as error:
-        stderr().print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        say(stderr(), f"error: {error}", style="red")
         raise typer.Exit(2) from error
 
 
@@ -65,6 +74,43 @@ def positive_ints(text: str, what: str) -> tuple[int, ...]:
     if not all(item.isdecimal() and int(item) > 0 for item in items):
         raise ValueError(f"{what} {text!r} is not a list of positive integers such as 1,4")
     return tuple(int(item) for item in items)
+
+
+def check_outputs(*paths: Path | None, draws: bool = False) -> None:
+    """Raises before any work where what was asked for could not be written.
+
+    Args:
+      *paths: files to be written; None is not asked for.
+      draws: whether a plot was asked for.
+
+    Raises:
+      ValueError: a folder that is not there.
+      RuntimeError: matplotlib is not installed.
+    """
+    for path in paths:
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"{path}: there is no folder {path.absolute().parent}")
+    if draws and importlib.util.find_spec("matplotlib") is None:
+        raise RuntimeError("--plot needs matplotlib: pip install 'meshslice-jax[plot]'")
+
+
+def read_plan(path: Path) -> ModelPlan:
+    """The ModelPlan in a file.
+
+    Raises:
+      ValueError: the file cannot be read, or its plan is not one.
+    """
+    try:
+        return load_plan(path)
+    except OSError as error:
+        raise ValueError(f"plan {path} cannot be read: {error.strerror}") from None
+
+
+def profile_line(spec: HardwareSpec) -> str:
+    """The profile behind modelled numbers, and which of its constants were fitted."""
+    fitted = [fact.field for fact in spec.facts if fact.fitted]
+    constants = f"fitted: {', '.join(fitted)}" if fitted else "no constant was fitted"
+    return f"profile {spec.name} ({constants}); times are modelled, nothing was measured"
 
 
 def find_devices(platform: str, shape: MeshShape, count: int | None) -> list[jax.Device]:

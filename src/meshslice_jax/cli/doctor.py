@@ -30,6 +30,13 @@ NEEDS = {
     "bench --plot": (("matplotlib",), None, "pip install 'meshslice-jax[plot]'"),
     "bench --platform tpu": (("libtpu",), "tpu", "pip install 'meshslice-jax[tpu]' on a TPU VM"),
     "bench --platform gpu": ((), "gpu", "a JAX built for the GPU, see jax.dev"),
+    "tune": (("jax", "numpy", "msgspec"), None, "pip install meshslice-jax"),
+    "simulate, reproduce": (("jax", "numpy", "msgspec"), None, "pip install meshslice-jax"),
+    "simulate --plot, reproduce --plot": (
+        ("matplotlib",),
+        None,
+        "pip install 'meshslice-jax[plot]'",
+    ),
 }
 
 

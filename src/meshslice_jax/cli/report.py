@@ -1,19 +1,17 @@
 """Results of a benchmark as tables, JSON, CSV and bars."""
 
 import csv
-import importlib.util
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
 import msgspec
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from meshslice_jax.bench import Candidate, Options, Pass, Row
 from meshslice_jax.cli import common
+from meshslice_jax.cli.tables import megabytes, number, print_table
 
 #: Column titles of a case's table; those with a unit say whether it was measured.
 COLUMNS = (
@@ -82,15 +80,15 @@ def title(case: Pass) -> str:
 
 
 def _print_case(console: Console, case: Pass, found: list[Candidate], rows: list[Row]) -> None:
-    table = _table(case, found, rows, COLUMNS)
-    boundless = console.options.update(width=10_000)
-    for count in range(1, len(EXPENDABLE) + 1):
-        if console.measure(table, options=boundless).maximum <= console.width:
-            break
-        kept = [name for name in COLUMNS if name not in EXPENDABLE[:count]]
-        table = _table(case, found, rows, kept)
     console.print()
-    console.print(table)
+    print_table(
+        console,
+        COLUMNS,
+        [_cells(candidate, row) for candidate, row in zip(found, rows, strict=True)],
+        title=title(case),
+        expendable=EXPENDABLE,
+        styles=["red" if row.status == "failed" else None for row in rows],
+    )
     reasons: dict[tuple[str, str], list[str]] = {}
     for candidate, row in zip(found, rows, strict=True):
         if row.reason:
@@ -99,18 +97,6 @@ def _print_case(console: Console, case: Pass, found: list[Candidate], rows: list
     for (what, reason), labels in reasons.items():
         text = f"  {what} {', '.join(labels)}: {reason}"
         console.print(text, soft_wrap=True, markup=False)
-
-
-def _table(case: Pass, found: list[Candidate], rows: list[Row], names: Sequence[str]) -> Table:
-    table = Table(title=escape(title(case)), title_justify="left", box=None, pad_edge=False)
-    for name in names:
-        left = name in ("algorithm", "flow", "mesh", "check")
-        table.add_column(name, justify="left" if left else "right", no_wrap=True)
-    for candidate, row in zip(found, rows, strict=True):
-        cells = dict(zip(COLUMNS, _cells(candidate, row), strict=True))
-        style = "red" if row.status == "failed" else None
-        table.add_row(*(cells[name] for name in names), style=style)
-    return table
 
 
 def _flow(candidate: Candidate) -> str:
@@ -134,26 +120,18 @@ def _cells(candidate: Candidate, row: Row) -> list[str]:
         row.mesh,
         f"{row.m} {row.n} {row.k}",
         local,
-        _number(row.slice_count, "d"),
-        _number(row.block_size, "d"),
-        _megabytes(row.bytes_row),
-        _megabytes(row.bytes_col),
-        _megabytes(row.peak_bytes),
-        _number(row.compile_s, ".2f"),
-        _number(row.median_ms, ".2f"),
+        number(row.slice_count, "d"),
+        number(row.block_size, "d"),
+        megabytes(row.bytes_row),
+        megabytes(row.bytes_col),
+        megabytes(row.peak_bytes),
+        number(row.compile_s, ".2f"),
+        number(row.median_ms, ".2f"),
         spread,
-        _number(row.ratio_to_gspmd, ".2f"),
-        _number(row.ratio_to_dense, ".2f"),
+        number(row.ratio_to_gspmd, ".2f"),
+        number(row.ratio_to_dense, ".2f"),
         row.check or row.status,
     ]
-
-
-def _number(value: float | None, spec: str) -> str:
-    return "" if value is None else format(value, spec)
-
-
-def _megabytes(value: int | None) -> str:
-    return "" if value is None else f"{value / 1e6:.2f}"
 
 
 def _print_summary(console: Console, rows: list[Row]) -> bool:
@@ -178,16 +156,6 @@ def write_rows(path: Path, rows: list[Row]) -> None:
         path.write_text("".join(line + "\n" for line in lines))
     else:
         path.write_text("[\n" + ",\n".join(lines) + "\n]\n")
-
-
-def require_matplotlib() -> None:
-    """Raises before any work where a plot is asked for and can't be drawn.
-
-    Raises:
-      RuntimeError: matplotlib is not installed.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise RuntimeError("--plot needs matplotlib: pip install 'meshslice-jax[plot]'")
 
 
 def write_plot(path: Path, rows: list[Row]) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 
 from meshslice_jax.reproduce.published import ACCEPT, LIMITS, lookup
 
+#: Titles of what `Row.cells` gives.
+COLUMNS = ("what", "model", "chips", "published", "ours", "difference", "kind", "verdict")
 _FIELDS = ("id", "model", "chips", "published", "ours", "unit", "kind")
 
 
@@ -56,23 +58,27 @@ class Row:
         """The seven fields, for JSON."""
         return {field: getattr(self, field) for field in _FIELDS}
 
+    def cells(self) -> list[str]:
+        """The row as text, in the order of `COLUMNS`."""
+        difference = "" if self.difference is None else f"{self.difference:+.2f}"
+        ours = f"{_shown(self.ours)} {self.unit}"
+        return [
+            *(self.id, self.model, str(self.chips), _shown(self.published), ours),
+            *(difference, self.kind, self.verdict),
+        ]
+
 
 def comparison_table(rows: Iterable[Row]) -> str:
     """Markdown of the rows that have a published number or a verdict."""
-    lines = [
-        "| what | model | chips | published | ours | difference | kind | verdict |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        if row.published is None and not row.verdict:
-            continue
-        published, ours = _shown(row.published), _shown(row.ours)
-        difference = "" if row.difference is None else f"{row.difference:+.2f}"
-        lines.append(
-            f"| {row.id} | {row.model} | {row.chips} | {published} | {ours} {row.unit} | "
-            f"{difference} | {row.kind} | {row.verdict} |"
-        )
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    for row in compared(rows):
+        lines.append(f"| {' | '.join(row.cells())} |")
     return "\n".join(lines) + "\n"
+
+
+def compared(rows: Iterable[Row]) -> list[Row]:
+    """The rows that have a published number or a verdict."""
+    return [row for row in rows if row.published is not None or row.verdict]
 
 
 def _shown(value: float | None) -> str:
