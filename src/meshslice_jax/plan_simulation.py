@@ -99,6 +99,26 @@ class PlanSimulation:
         return flops / (peak * self.total_s)
 
 
+def plan_hardware(
+    plan: ModelPlan, hardware: str | os.PathLike | HardwareSpec | None = None
+) -> HardwareSpec:
+    """The profile that was asked for, or the one that the plan names.
+
+    Args:
+      plan: the plan.
+      hardware: a profile, as for `hardware_spec`, or None.
+
+    Raises:
+      ValueError: unknown hardware, or a plan made for a profile that does not ship.
+    """
+    if hardware is None and plan.hardware not in HARDWARE:
+        raise ValueError(
+            f"the plan was made for hardware {plan.hardware!r}, which is none of "
+            f"{', '.join(HARDWARE)}; name the JSON file of that profile as hardware"
+        )
+    return hardware_spec(plan.hardware if hardware is None else hardware)
+
+
 def simulate_plan(
     plan: ModelPlan,
     hardware: str | os.PathLike | HardwareSpec | None = None,
@@ -120,7 +140,7 @@ def simulate_plan(
       ValueError: a profile that is not there, a fault outside the mesh, or a slow chip or
         link in a plan that mixes 1D and 2D algorithms.
     """
-    spec = _spec(plan, hardware)
+    spec = plan_hardware(plan, hardware)
     block = plan.block_schedule
     if buffer_depth is not None:
         block = dataclasses.replace(block, buffer_depth=buffer_depth)
@@ -152,15 +172,6 @@ def simulate_plan(
         timelines=timelines,
         data_parallel_s=reduce_s,
     )
-
-
-def _spec(plan: ModelPlan, hardware) -> HardwareSpec:
-    if hardware is None and plan.hardware not in HARDWARE:
-        raise ValueError(
-            f"the plan was made for hardware {plan.hardware!r}, which is none of "
-            f"{', '.join(HARDWARE)}; name the JSON file of that profile as hardware"
-        )
-    return hardware_spec(plan.hardware if hardware is None else hardware)
 
 
 def _groups(plan: ModelPlan) -> list[list[str]]:

@@ -15,8 +15,7 @@ from meshslice_jax.autotune.layer import Limit
 from meshslice_jax.autotune.memory import MEMORY_KINDS
 from meshslice_jax.autotune.product import Pricer, rounded
 from meshslice_jax.autotune.report import MeshReport, TuneReport
-from meshslice_jax.hardware import HardwareSpec
-from meshslice_jax.hardware import hardware_spec
+from meshslice_jax.hardware import HardwareSpec, hardware_spec
 from meshslice_jax.mesh import MeshShape, factorisations
 from meshslice_jax.model_plan import PASSES, ModelPlan
 from meshslice_jax.models import ModelShape, fc_layers

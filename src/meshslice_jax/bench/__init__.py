@@ -11,6 +11,9 @@ for and two baselines:
 
 Operands are integers in {-1, 0, 1}, so every right answer is the same to the bit in any
 order of summation; an answer is compared with NumPy's before any time is taken of it.
+A ModelPlan runs as it is (`planned`), without choices of candidates. Beside measured times
+stands what the closed form projects for a hardware profile, which is modelled.
+
 What cannot run is a row with its reason. Times of emulated devices compare programs
 with each other on this machine; they predict no hardware.
 """
@@ -24,3 +27,5 @@ from meshslice_jax.bench.cases import Row as Row
 from meshslice_jax.bench.cases import cases as cases
 from meshslice_jax.bench.cases import product as product
 from meshslice_jax.bench.measure import run as run
+from meshslice_jax.bench.planned import check_memory as check_memory
+from meshslice_jax.bench.planned import plan_options as plan_options

@@ -4,13 +4,16 @@ import dataclasses
 
 import msgspec
 
-from meshslice_jax import algorithms
+from meshslice_jax import algorithms, cost
 from meshslice_jax.algorithms.base import divisibility_faults, streamed_extent
 from meshslice_jax.bench.cases import Options, Pass, Row
 from meshslice_jax.dataflow import TABLE, Dataflow
+from meshslice_jax.hardware import HardwareSpec
 from meshslice_jax.mesh import MeshShape
+from meshslice_jax.model_plan import view
 from meshslice_jax.plan import GemmPlan
 from meshslice_jax.problem import NATURAL, GemmProblem
+from meshslice_jax.schedule import Schedule
 
 #: The slice count that is tried first where none is asked for.
 DEFAULT_SLICES = 4
@@ -82,19 +85,32 @@ def forward_plans(options: Options, problem: GemmProblem) -> list[GemmPlan]:
 
 def candidates(options: Options, case: Pass) -> list[Candidate]:
     """Baselines first, then every plan of the case; those that can't run are skipped rows."""
-    forwards = forward_plans(options, case.forward)
-    planned = [
-        _candidate(case, forward, slices, options.mesh_shape)
-        for forward in forwards
-        for slices in options.slices or (None,)
-    ]
-    on_mesh = options.dataflows or (sensible_dataflow(case.forward, "meshslice"),)
+    if options.plans is None:
+        forwards = forward_plans(options, case.forward)
+        plans = [
+            (forward, _sliced(case, forward, slices, options.mesh_shape))
+            for forward in forwards
+            for slices in options.slices or (None,)
+        ]
+        on_mesh = options.dataflows or (sensible_dataflow(case.forward, "meshslice"),)
+        forwards = [GemmPlan(algorithm="collective", dataflow=d) for d in on_mesh] + forwards
+    else:
+        layer = options.plans[case.layer]
+        forwards, plans = [layer.forward], [(layer.forward, case.plan(layer))]
     bases = {}
-    for forward in [GemmPlan(algorithm="collective", dataflow=d) for d in on_mesh] + forwards:
+    for forward in forwards:
         candidate = _gspmd(case, forward, options.mesh_shape)
         if forward.dataflow in algorithms.algorithm_of(forward).forward_dataflows:
             bases.setdefault(candidate.base, candidate)
-    return [_dense(case), *bases.values(), *planned]
+    planned = [_candidate(options, case, forward, plan) for forward, plan in plans]
+    return [_dense(options, case), *bases.values(), *planned]
+
+
+def _sliced(case: Pass, forward: GemmPlan, slices: int | None, shape: MeshShape) -> GemmPlan:
+    """The plan of a pass with the slice count that was asked for, or a sensible one."""
+    plan = case.plan(forward)
+    count = sensible_slices(case.problem(forward), plan, shape) if slices is None else slices
+    return dataclasses.replace(plan, slice_count=count)
 
 
 def _row(case: Pass, problem: GemmProblem, mesh, algorithm: str, **fields) -> Row:
@@ -115,51 +131,80 @@ def _skip(row: Row, reasons: list[str]) -> Row:
     return msgspec.structs.replace(row, status="skipped", reason="; ".join(reasons))
 
 
-def _dense(case: Pass) -> Candidate:
+def _projected(schedule: Schedule, problem: GemmProblem, hardware: HardwareSpec | None) -> dict:
+    """The modelled fields of a row."""
+    if hardware is None:
+        return {}
+    total_s = cost.seconds(schedule, problem, hardware).total_s
+    return {"projected_ms": total_s * 1e3, "projected_hardware": hardware.name}
+
+
+def _dense(options: Options, case: Pass) -> Candidate:
     plan = GemmPlan(algorithm="collective")
-    problem = case.problem(plan)
-    held = sum(problem.bytes(role) for role in NATURAL)
-    row = _row(case, problem, MeshShape(1, 1), "dense", bytes_row=0, bytes_col=0, peak_bytes=held)
-    return Candidate(row=row, forward=plan, local=(problem.m, problem.n, problem.k))
+    problem, alone = case.problem(plan), MeshShape(1, 1)
+    schedule = algorithms.schedule(problem, case.plan(plan), alone)
+    row = _row(
+        case,
+        problem,
+        alone,
+        "dense",
+        bytes_row=0,
+        bytes_col=0,
+        peak_bytes=sum(problem.bytes(role) for role in NATURAL),
+        **_projected(schedule, problem, options.hardware),
+    )
+    reasons = [options.dense_reason] if options.dense_reason else []
+    return Candidate(
+        row=_skip(row, reasons) if reasons else row,
+        forward=plan,
+        local=(problem.m, problem.n, problem.k),
+    )
+
+
+def _base(forward: GemmPlan, shape: MeshShape) -> tuple[str, Dataflow]:
+    """The mesh as a forward plan's placements see it, and its dataflow."""
+    seen = algorithms.algorithm_of(forward).view(forward, view(forward, shape))
+    return str(seen), forward.dataflow
 
 
 def _gspmd(case: Pass, forward: GemmPlan, shape: MeshShape) -> Candidate:
-    view = algorithms.algorithm_of(forward).view(forward, shape)
+    base, own = _base(forward, shape), view(forward, shape)
+    seen = algorithms.algorithm_of(forward).view(forward, own)
     plan, problem = case.plan(forward), case.problem(forward)
-    row = _row(case, problem, view, "gspmd", dataflow=plan.dataflow.value)
-    faults = divisibility_faults(problem, plan, view, algorithms.axis_names(plan))
-    return Candidate(
-        row=_skip(row, faults) if faults else row,
-        forward=forward,
-        base=(str(view), forward.dataflow),
-    )
+    row = _row(case, problem, shape if seen == own else seen, "gspmd", dataflow=plan.dataflow.value)
+    faults = divisibility_faults(problem, plan, seen, algorithms.axis_names(plan))
+    return Candidate(row=_skip(row, faults) if faults else row, forward=forward, base=base)
 
 
-def _candidate(case: Pass, forward: GemmPlan, slices: int | None, shape: MeshShape) -> Candidate:
-    algorithm = algorithms.algorithm_of(forward)
-    plan, problem = case.plan(forward), case.problem(forward)
-    count = sensible_slices(problem, plan, shape) if slices is None else slices
-    plan = dataclasses.replace(plan, slice_count=count)
-    faults = _faults(forward, plan, problem, shape)
+def _candidate(options: Options, case: Pass, forward: GemmPlan, plan: GemmPlan) -> Candidate:
+    shape, problem = options.mesh_shape, case.problem(forward)
+    own = view(plan, shape)
     row = _row(
-        case, problem, shape, plan.algorithm, dataflow=plan.dataflow.value, slice_count=count
+        case,
+        problem,
+        shape,
+        plan.algorithm,
+        dataflow=plan.dataflow.value,
+        slice_count=plan.slice_count,
     )
-    if faults:
+    if faults := _faults(forward, plan, problem, own):
         return Candidate(row=_skip(row, faults), forward=forward)
-    schedule = algorithms.schedule(problem, plan, shape)
+    schedule = algorithms.schedule(problem, plan, own)
     products = [step.product for step, _ in schedule.steps if step.product]
+    twin = plan.row_axis == "col"  # its row is the mesh's col
     row = msgspec.structs.replace(
         row,
-        block_size=_block_size(problem, plan, shape),
-        bytes_row=round(schedule.bytes_along("row")),
-        bytes_col=round(schedule.bytes_along("col")),
+        block_size=_block_size(problem, plan, own),
+        bytes_row=round(schedule.bytes_along("col" if twin else "row")),
+        bytes_col=round(schedule.bytes_along("row" if twin else "col")),
         peak_bytes=schedule.peak_bytes,
+        **_projected(schedule, problem, options.hardware),
     )
     return Candidate(
         row=row,
         forward=forward,
         plan=plan,
-        base=(str(algorithm.view(forward, shape)), forward.dataflow),
+        base=_base(forward, shape),
         local=(products[0].m, products[0].n, products[0].k),
     )
 

@@ -1,15 +1,16 @@
 """What is measured: options, the passes of each layer, and the row of a result."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import jax.numpy as jnp
 import msgspec
 
 from meshslice_jax import algorithms
 from meshslice_jax.dataflow import Contraction, Dataflow
+from meshslice_jax.hardware import HardwareSpec
 from meshslice_jax.mesh import MeshShape
-from meshslice_jax.plan import GemmPlan
+from meshslice_jax.plan import GemmPlan, LayerPlan, as_layer_plan
 from meshslice_jax.problem import GemmProblem, accumulation_dtype
 
 #: Passes of a layer by the names of the command line, and what each differentiates.
@@ -22,6 +23,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     `check` is "pass" or "FAILED", `status` "ok", "skipped" or "failed"; what does not
     apply is null. Bytes are what one chip sends along a mesh axis by the schedule (a 1D
     algorithm's are along its flattened ring), `peak_bytes` what it holds by the schedule.
+    `projected_ms` is modelled: what the closed form gives on `projected_hardware`.
     """
 
     layer: str
@@ -48,6 +50,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     check: str | None = None
     status: str = "ok"
     reason: str | None = None
+    projected_ms: float | None = None
+    projected_hardware: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +67,10 @@ class Options:
       block_size: of MeshSlice's slices; None is the largest legal.
       passes: of "fwd", "dlhs", "drhs".
       repeats: rounds of timing.
+      plans: a plan for each layer, which is run as it is; names, dataflows, slices and
+        block_size then mean nothing.
+      hardware: the profile on which times are projected, or None.
+      dense_reason: why the dense product is skipped, or None.
     """
 
     layers: dict[str, GemmProblem]
@@ -73,6 +81,9 @@ class Options:
     block_size: int | None = None
     passes: tuple[str, ...] = tuple(PASSES)
     repeats: int = 7
+    plans: Mapping[str, LayerPlan] | None = None
+    hardware: HardwareSpec | None = None
+    dense_reason: str | None = None
 
     def __post_init__(self):
         for name in self.names:
@@ -139,9 +150,10 @@ class Pass:
             return self.forward
         return plan.contraction.gradient(self.wrt).problem(self.forward)
 
-    def plan(self, plan: GemmPlan) -> GemmPlan:
-        """The plan of the pass, given the layer's forward plan."""
-        return plan.gradient(self.wrt) if self.wrt else plan
+    def plan(self, plan: GemmPlan | LayerPlan) -> GemmPlan:
+        """The plan of the pass, given the layer's or its forward plan."""
+        layer = as_layer_plan(plan)
+        return layer.gradient(self.wrt) if self.wrt else layer.forward
 
 
 def cases(options: Options) -> Iterator[Pass]:

@@ -10,15 +10,25 @@ from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColum
 
 from meshslice_jax import algorithms, models
 from meshslice_jax import bench as benchmark
-from meshslice_jax.cli import common, report
+from meshslice_jax.cli import common, plan_report, report
 from meshslice_jax.dataflow import Dataflow
+from meshslice_jax.hardware import HardwareSpec, hardware_spec
 from meshslice_jax.mesh import make_mesh, parse_mesh_shape
+from meshslice_jax.model_plan import ModelPlan
+from meshslice_jax.plan_simulation import plan_hardware
 from meshslice_jax.problem import GemmProblem
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int8")
 
 
+#: Options that choose what a plan has chosen.
+CHOSEN_BY_PLAN = tuple(
+    "mesh model mkn batch seq_len names dataflows slices block_size dtype".split()
+)
+
+
 def bench(
+    context: typer.Context,
     mesh: Annotated[str, typer.Option(help="Mesh as ROWSxCOLS.")] = "4x4",
     devices: Annotated[
         int | None, typer.Option(help="CPU devices to emulate; by default what the mesh needs.")
@@ -48,6 +58,17 @@ def bench(
         int | None, typer.Option(help="Block of MeshSlice's slices; by default the largest.", min=1)
     ] = None,
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "float32",
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="A plan that `meshslice tune --out` wrote, run as it is."),
+    ] = None,
+    scale: Annotated[int, typer.Option(help="With --plan: divide its tokens by this.", min=1)] = 1,
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            help="Profile on which times are projected (modelled); by default tpu_v4 or the plan's."
+        ),
+    ] = None,
     passes: Annotated[str, typer.Option(help="Passes of fwd,dlhs,drhs.")] = "fwd,dlhs,drhs",
     repeats: Annotated[int, typer.Option(help="Rounds of timing.")] = 7,
     json: Annotated[
@@ -64,23 +85,82 @@ def bench(
     """
     with common.usage_errors():
         common.check_outputs(json, plot, draws=plot is not None)
-        shape = parse_mesh_shape(mesh)
-        options = benchmark.Options(
-            layers=find_layers(model, mkn or [], layers, batch, seq_len, dtype),
-            mesh_shape=shape,
-            names=tuple(algorithms.ALGORITHMS) if names == "all" else common.comma_list(names),
-            dataflows=None if dataflows == "auto" else _dataflows(dataflows),
-            slices=None if slices == "auto" else common.positive_ints(slices, "--slices"),
-            block_size=block_size,
-            passes=common.comma_list(passes),
-            repeats=repeats,
-        )
+        if plan is None:
+            if scale != 1:
+                raise ValueError("--scale divides the tokens of a --plan; use --batch or --seq-len")
+            model_plan, notes = None, []
+            options = benchmark.Options(
+                layers=find_layers(model, mkn or [], layers, batch, seq_len, dtype),
+                mesh_shape=parse_mesh_shape(mesh),
+                names=tuple(algorithms.ALGORITHMS) if names == "all" else common.comma_list(names),
+                dataflows=None if dataflows == "auto" else _dataflows(dataflows),
+                slices=None if slices == "auto" else common.positive_ints(slices, "--slices"),
+                block_size=block_size,
+                passes=common.comma_list(passes),
+                repeats=repeats,
+                hardware=_projection(hardware_spec(hardware or "tpu_v4"), dtype, hardware),
+            )
+        else:
+            _refuse_choices(context)
+            model_plan = common.read_plan(plan)
+            dtype, spec = model_plan.dtype, plan_hardware(model_plan, hardware)
+            options = benchmark.plan_options(
+                model_plan,
+                scale=scale,
+                layers=None if layers == "all" else common.comma_list(layers),
+                passes=common.comma_list(passes),
+                repeats=repeats,
+                hardware=_projection(spec, dtype, hardware),
+            )
+            notes = _plan_notes(model_plan, scale)
         if dtype == "float64":
             jax.config.update("jax_enable_x64", True)
-        found = common.find_devices(platform, shape, devices)
-        device_mesh = make_mesh(shape, devices=found)
-    if report.print_bench(options, found, _measure(options, device_mesh), json, plot):
+        found = common.find_devices(platform, options.mesh_shape, devices)
+        if model_plan is not None:
+            options = benchmark.check_memory(options, model_plan, found)
+        device_mesh = make_mesh(options.mesh_shape, devices=found)
+    if report.print_bench(options, found, _measure(options, device_mesh), json, plot, notes):
         raise typer.Exit(1)
+
+
+def _refuse_choices(context: typer.Context) -> None:
+    """Raises where an option chooses what a plan has chosen already."""
+    given = [
+        next(option for option in parameter.opts if option.startswith("--"))
+        for parameter in context.command.params
+        if parameter.name in CHOSEN_BY_PLAN
+        and context.get_parameter_source(parameter.name).name == "COMMANDLINE"
+    ]
+    if given:
+        raise ValueError(
+            f"--plan is run as it is, so {', '.join(given)} cannot be chosen; leave them out, or "
+            "use --model"
+        )
+
+
+def _projection(spec: HardwareSpec, dtype: str, asked: str | None) -> HardwareSpec | None:
+    """The profile if it can price `dtype`; None where it cannot and nobody asked for it."""
+    try:
+        spec.flops_per_s(dtype)
+    except ValueError:
+        if asked is not None:
+            raise
+        return None
+    return spec
+
+
+def _plan_notes(plan: ModelPlan, scale: int) -> list[str]:
+    notes = [f"plan: {plan_report.plan_line(plan)}; products are timed one by one"]
+    if scale > 1:
+        notes.append(
+            f"SCALED: {plan.tokens // scale} tokens instead of {plan.tokens} (m / {scale}); "
+            "weights, mesh, dataflows and slice counts are the plan's"
+        )
+    if plan.data_parallel > 1:
+        notes.append(f"one of {plan.data_parallel} replicas runs; their all-reduce does not")
+    if plan.modelled_only:
+        notes.append(f"not run, the model knows it only: {plan.block_schedule}")
+    return notes
 
 
 def find_layers(

@@ -2,7 +2,7 @@
 
 import csv
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import jax
@@ -27,13 +27,17 @@ COLUMNS = (
     "peak MB",
     "compile s",
     "median ms",
+    "modelled ms",
     "min-max ms",
     "/gspmd",
     "/dense",
     "check",
 )
 #: Columns that a narrow terminal does without, the first to go first; files have them all.
-EXPENDABLE = ("block", "m n k", "min-max ms", "local m n k", "row MB", "col MB", "mesh", "peak MB")
+EXPENDABLE = (
+    *("block", "m n k", "min-max ms", "local m n k", "row MB", "col MB", "mesh"),
+    *("modelled ms", "peak MB"),
+)
 
 
 def print_bench(
@@ -42,6 +46,7 @@ def print_bench(
     results: Iterable[tuple[Pass, list[Candidate], list[Row]]],
     json_path: Path | None,
     plot_path: Path | None,
+    notes: Sequence[str] = (),
 ) -> bool:
     """Prints results as they come and writes the files at the end, however it ends.
 
@@ -58,6 +63,8 @@ def print_bench(
         "flow is the pass's own dataflow, after the layer's where they differ",
         soft_wrap=True,
     )
+    for note in (_projection_note(options), *notes):
+        common.say(console, note)
     try:
         for case, found, measured in results:
             rows += measured
@@ -68,6 +75,16 @@ def print_bench(
     if plot_path is not None:
         write_plot(plot_path, rows)
     return _print_summary(console, rows)
+
+
+def _projection_note(options: Options) -> str:
+    if options.hardware is None:
+        dtype = next(iter(options.layers.values())).lhs_dtype
+        return f"modelled ms is empty: the default profile has no FLOP/s for operands of {dtype}"
+    return (
+        f"modelled ms is what the time model projects for this mesh of {options.hardware.name} "
+        "chips; it was not measured"
+    )
 
 
 def title(case: Pass) -> str:
@@ -100,11 +117,12 @@ def _print_case(console: Console, case: Pass, found: list[Candidate], rows: list
 
 
 def _flow(candidate: Candidate) -> str:
-    """The pass's own dataflow, after the layer's where they differ: rs>ls."""
+    """The pass's own dataflow, after the layer's where they differ: rs>ls, rs>ls twin."""
     own, layer = candidate.row.dataflow, candidate.forward.dataflow.value
-    if own is None or own == layer:
-        return own or ""
-    return f"{layer}>{own}"
+    if own is None:
+        return ""
+    twin = " twin" if candidate.forward.row_axis == "col" else ""
+    return (own if own == layer else f"{layer}>{own}") + twin
 
 
 def _slices(row: Row) -> str:
@@ -127,6 +145,7 @@ def _cells(candidate: Candidate, row: Row) -> list[str]:
         megabytes(row.peak_bytes),
         number(row.compile_s, ".2f"),
         number(row.median_ms, ".2f"),
+        number(row.projected_ms, ".4f"),
         spread,
         number(row.ratio_to_gspmd, ".2f"),
         number(row.ratio_to_dense, ".2f"),
