@@ -6,11 +6,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from meshslice_jax import bench, gemm
+from meshslice_jax import bench, cost, gemm
 from meshslice_jax.algorithms import ALGORITHMS, schedule
 from meshslice_jax.bench import measure, operands
 from meshslice_jax.bench.candidates import sensible_dataflow, sensible_slices, sensible_split
 from meshslice_jax.dataflow import Dataflow
+from meshslice_jax.hardware import hardware_spec
 from meshslice_jax.mesh import MeshShape, make_mesh
 from meshslice_jax.plan import GemmPlan
 
@@ -18,7 +19,7 @@ from meshslice_jax.plan import GemmPlan
 FIELDS = """
     layer pass m n k dtype mesh algorithm dataflow slice_count block_size bytes_row bytes_col
     peak_bytes compile_s median_ms min_ms max_ms repeats ratio_to_gspmd ratio_to_dense check
-    status reason
+    status reason projected_ms projected_hardware
 """
 
 
@@ -92,6 +93,23 @@ def test_mnk_dataflow_and_bytes_are_those_of_the_passs_own_product():
             assert row.bytes_row == expected.bytes_along("row")
             assert row.bytes_col == expected.bytes_along("col")
             assert row.peak_bytes == expected.peak_bytes
+
+
+def test_projected_times_are_those_of_the_closed_form_on_the_named_hardware():
+    spec = hardware_spec("tpu_v5e")
+    rows = run(options(names=("meshslice",), dataflows=(Dataflow.OS,), hardware=spec, repeats=1))
+    for row in rows:
+        if row.algorithm == "gspmd":  # XLA's own choice has no schedule to price
+            assert row.projected_ms is row.projected_hardware is None
+            continue
+        problem = bench.product(row.m, row.n, row.k, "float32")
+        plan, shape = GemmPlan(algorithm="collective"), (1, 1)
+        if row.algorithm == "meshslice":
+            plan, shape = GemmPlan(dataflow=row.dataflow, slice_count=row.slice_count), (2, 2)
+        expected = cost.seconds(schedule(problem, plan, shape), problem, spec)
+        assert row.projected_ms == pytest.approx(expected.total_s * 1e3)
+        assert row.projected_hardware == "tpu_v5e"
+    assert {row.projected_ms for row in run(options(names=("wang",), repeats=1))} == {None}
 
 
 def test_each_dataflow_has_its_own_gspmd_baseline_in_every_pass():

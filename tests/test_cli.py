@@ -127,7 +127,7 @@ def test_usage_errors_say_what_is_wrong_and_end_with_exit_code_2(arguments, word
 
 
 def test_a_plot_without_matplotlib_is_refused_before_any_work(monkeypatch):
-    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(common.importlib.util, "find_spec", lambda name: None)
     result = invoke(*SMALL, "--plot", "a.png")
     assert result.exit_code == 2
     assert "--plot needs matplotlib: pip install 'meshslice-jax[plot]'" in result.output

@@ -90,6 +90,16 @@ print(sorted(heavy), compat.jax_has_started())
     assert python(code) == "[] False"
 
 
+def test_public_names_leave_the_packages_of_the_same_name_alone():
+    import meshslice_jax.reproduce
+
+    assert meshslice_jax.hardware.HARDWARE is meshslice_jax.HARDWARE
+    assert meshslice_jax.hardware_spec("tpu_v4") is meshslice_jax.HARDWARE["tpu_v4"]
+    assert callable(meshslice_jax.reproduce.reproduce)
+    assert callable(meshslice_jax.tune)
+    assert callable(meshslice_jax.simulate)
+
+
 def test_modules_are_short_enough_to_be_one_concept():
     lines = {path: len(path.read_text().splitlines()) for path in SOURCE.rglob("*.py")}
     assert not {str(path.relative_to(ROOT)): count for path, count in lines.items() if count > 450}

@@ -23,7 +23,6 @@ from meshslice_jax.bench.cases import PASSES, Options, product
 from meshslice_jax.hardware import HardwareSpec
 from meshslice_jax.model_plan import ModelPlan, view
 from meshslice_jax.models import fc_layers
-from meshslice_jax.plan import LayerPlan
 from meshslice_jax.problem import NATURAL, GemmProblem, itemsize
 
 _FLOAT32_BYTES = 4
@@ -134,10 +133,14 @@ def check_memory(
     emulated = devices[0].platform == "cpu"
     free = free_bytes(devices) if free is None else free
     for name, problem in options.layers.items():
-        needed = _needs(problem, options.plans[name], options, emulated=emulated)
-        for where, count in needed.items():
-            if count > free[where]:
-                raise ValueError(_too_large(plan, name, problem, where, count, free[where]))
+        for where, needed in _needs(plan, name, problem, emulated=emulated).items():
+            if needed > free[where]:
+                scale = _fitting_scale(plan, tuple(options.layers), free, emulated=emulated)
+                raise ValueError(
+                    f"layer {name} with {problem.m} tokens needs at least {needed:,} bytes on "
+                    f"{'this machine' if where == 'machine' else 'every chip'} and "
+                    f"{free[where]:,} are free; {scale}"
+                )
     whole = max(_bytes(problem) for problem in options.layers.values())
     if not emulated and whole > free["chip"]:
         reason = f"its {whole:,} bytes do not fit one chip, {free['chip']:,} are free"
@@ -145,36 +148,32 @@ def check_memory(
     return options
 
 
-def _too_large(
-    plan: ModelPlan, name: str, problem: GemmProblem, where: str, needed: int, free: int
+def _fitting_scale(
+    plan: ModelPlan, layers: tuple[str, ...], free: dict[str, int], *, emulated: bool
 ) -> str:
-    scale = plan.tokens // problem.m
-    offers = [one for one in legal_scales(plan) if one > scale]
-    way_out = f"scales that run: {_offer(offers)}" if offers else "no larger scale runs"
-    return (
-        f"layer {name} with {problem.m} tokens needs at least {needed:,} bytes on "
-        f"{'this machine' if where == 'machine' else 'every chip'} and {free:,} are free; divide "
-        f"the tokens further with --scale ({way_out}), choose smaller --layers, or use more chips"
-    )
+    """The way out of too many bytes, in words."""
+    for scale in legal_scales(plan):
+        problems = scaled_problems(plan, scale)
+        needs = [_needs(plan, name, problems[name], emulated=emulated) for name in layers]
+        if all(count <= free[where] for one in needs for where, count in one.items()):
+            return f"--scale {scale} divides the tokens so that it fits"
+    return "no scale fits, the weights are too large: choose smaller --layers or use more chips"
 
 
 def _bytes(problem: GemmProblem) -> int:
     return sum(problem.bytes(role) for role in NATURAL)
 
 
-def _needs(
-    problem: GemmProblem, layer: LayerPlan, options: Options, *, emulated: bool
-) -> dict[str, int]:
+def _needs(plan: ModelPlan, name: str, problem: GemmProblem, *, emulated: bool) -> dict[str, int]:
     """Bytes that the machine, and each chip, must have free for one layer."""
-    chips, held = options.mesh_shape.num_chips, _bytes(problem)
+    layer, chips, held = plan.layers[name], plan.mesh_shape.num_chips, _bytes(problem)
     largest = max(problem.bytes(role) for role in NATURAL)
     elements = sum(problem.bytes(role) // itemsize(problem.dtype(role)) for role in NATURAL)
-    schedules = [
-        algorithms.schedule(own, gemm, view(gemm, options.mesh_shape))
-        for part, own in algorithms.layer_problems(problem, layer.forward).items()
-        for gemm in [getattr(layer, part)]
-    ]
-    temporary = max(schedule.temporary_bytes for schedule in schedules)
+    temporary = 0
+    for part, own in algorithms.layer_problems(problem, layer.forward).items():
+        gemm = getattr(layer, part)
+        schedule = algorithms.schedule(own, gemm, view(gemm, plan.mesh_shape))
+        temporary = max(temporary, schedule.temporary_bytes)
     host = held + _FLOAT32_BYTES * elements + 2 * largest
     if emulated:
         return {"machine": host + 2 * held + chips * temporary}

@@ -29,12 +29,12 @@ PLATFORMS = ("cpu", "tpu", "gpu")
 def stdout() -> Console:
     """The console for results."""
     width = None if sys.stdout.isatty() else PLAIN_WIDTH
-    return Console(width=width, highlight=False)
+    return Console(width=width, highlight=False, emoji=False)
 
 
 def stderr() -> Console:
     """The console for progress and errors."""
-    return Console(stderr=True, highlight=False)
+    return Console(stderr=True, highlight=False, emoji=False)
 
 
 def say(console: Console, text: str, style: str | None = None) -> None:

@@ -50,7 +50,7 @@ def print_simulation(console: Console, found: PlanSimulation) -> None:
         f"utilisation {found.utilisation:.1%}",
     )
     for timeline in found.timelines:
-        common.say(console, _slowest(timeline))
+        common.say(console, _chips(timeline))
     _print_left_out(console, found)
 
 
@@ -87,25 +87,42 @@ def _rows(found: PlanSimulation) -> list[list[str]]:
 
 
 def slowest_chip(timeline: Timeline) -> tuple[int, int]:
+    """(row, col) of the chip whose products take longest; the first of equals."""
+    return _place(timeline.busy_s["mxu"])
+
+
+def last_chip(timeline: Timeline) -> tuple[int, int]:
     """(row, col) of the chip that is done last; the first of equals."""
-    row, col = np.unravel_index(np.argmax(timeline.finish_s), timeline.finish_s.shape)
+    return _place(timeline.finish_s)
+
+
+def _place(values: np.ndarray) -> tuple[int, int]:
+    row, col = np.unravel_index(np.argmax(values), values.shape)
     return int(row), int(col)
 
 
-def _slowest(timeline: Timeline) -> str:
-    rows, cols = timeline.mesh_shape
+def _chips(timeline: Timeline) -> str:
+    """When chips are done, which is slowest, and what they are busy with."""
+    mesh = "x".join(map(str, timeline.mesh_shape))
     first, last = timeline.finish_s.min(), timeline.finish_s.max()
-    peak = timeline.peak_temporary_bytes / 1e6
-    where = f"on the {rows}x{cols} mesh all chips are done at {milliseconds(last)} ms"
+    told = [f"{mesh} mesh: all chips are done at {milliseconds(last)} ms"]
     if last > first:
-        where = (
-            f"on the {rows}x{cols} mesh the last chip, {slowest_chip(timeline)}, is done at "
+        told = [
+            f"{mesh} mesh: the last chip, {last_chip(timeline)}, is done at "
             f"{milliseconds(last)} ms, the first at {milliseconds(first)} ms"
+        ]
+    products = timeline.busy_s["mxu"]
+    if products.max() > products.min():
+        told.append(
+            f"the slowest chip, {slowest_chip(timeline)}, multiplies for "
+            f"{milliseconds(products.max())} ms, the median chip for "
+            f"{milliseconds(np.median(products))} ms"
         )
-    busy = ", ".join(
-        f"{name} {values.mean() / timeline.total_s:.0%}" for name, values in timeline.busy_s.items()
-    )
-    return f"{where}; busy on average: {busy}; gathered slices and partial results: {peak:.1f} MB"
+    busy = {name: values.mean() / timeline.total_s for name, values in timeline.busy_s.items()}
+    told.append("busy on average: " + ", ".join(f"{k} {v:.0%}" for k, v in busy.items()))
+    peak = timeline.peak_temporary_bytes / 1e6
+    told.append(f"gathered slices and partial results at their peak: {peak:.1f} MB")
+    return "; ".join(told)
 
 
 def _print_left_out(console: Console, found: PlanSimulation) -> None:
@@ -137,6 +154,7 @@ def to_json(found: PlanSimulation) -> str:
             "mesh_shape": list(one.mesh_shape),
             "total_s": one.total_s,
             "slowest_chip": slowest_chip(one),
+            "last_chip": last_chip(one),
             "peak_temporary_bytes": one.peak_temporary_bytes,
             "finish_s": one.finish_s.tolist(),
         }
