@@ -110,7 +110,7 @@ class Contraction:
     `lhs`, `rhs` and `out` name the indices of each matrix in storage order:
     "mk" is natural, "km" is stored transposed. Gradients of natural products
     have transposed storage, and the local product takes its dimension numbers
-    from here, so no pass ever transposes data.
+    from here, so no pass has to relayout a matrix.
     """
 
     dataflow: Dataflow
@@ -164,6 +164,16 @@ class Contraction:
         ]
         first, second = sorted(found, key=lambda mover: mover.axis)
         return first, second
+
+    @functools.cache
+    def streamed_first(self) -> "Contraction":
+        """The same product with the streamed index first in both moving matrices."""
+        first = {m.role: m.dim for m in self.movers}
+        stored = {
+            role: self.indices(role)[::-1] if first.get(role) == 1 else self.indices(role)
+            for role in ROLES
+        }
+        return Contraction(dataflow=self.dataflow, **stored)
 
     def local_extents(self, problem: GemmProblem, rows: int, cols: int) -> dict[str, int]:
         """Extents m, n, k of the product that one chip computes in all.

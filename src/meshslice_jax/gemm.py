@@ -265,7 +265,11 @@ def _typed(site: _Site, x: jax.Array, spec: PartitionSpec) -> jax.Array:
     """Gives an operand that was never placed a type on the Explicit mesh."""
     if site.entered is None or not jax.typeof(x).sharding.mesh.empty:
         return x
-    return _reshard(site, x, spec) if _traced(x) else jax.device_put(x, NamedSharding(site.entered, spec))
+    return (
+        _reshard(site, x, spec)
+        if _traced(x)
+        else jax.device_put(x, NamedSharding(site.entered, spec))
+    )
 
 
 def _reshard(site: _Site, x: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -305,8 +309,15 @@ def _run(call: _Call, lhs: jax.Array, rhs: jax.Array, result: PartitionSpec | No
 
 
 def _kernel(call: _Call, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """One chip's part of the product."""
+    """One chip's part of the product.
+
+    Kernels see moving matrices with their streamed index first, where a slice is
+    contiguous and a collective moves whole rows. Transposing shards at the border costs
+    less than a collective over a minor dimension, which transposes what it has gathered
+    or is about to reduce (XLA:CPU: reduce-scatter 3 times, all-gather 1.4 times).
+    """
     plan, site = call.plan.forward, call.site
+    inner = call.contraction.streamed_first()
     names = algorithms.axis_names(plan)
     dtypes = GemmProblem(
         m=0, n=0, k=0, lhs_dtype=lhs.dtype.name, rhs_dtype=rhs.dtype.name, out_dtype=call.out_dtype
@@ -314,7 +325,7 @@ def _kernel(call: _Call, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     # A 16-bit reduction in a partially manual shard_map aborts XLA:CPU.
     wide = site.partial and site.platform == "cpu"
     job = Job(
-        contraction=call.contraction,
+        contraction=inner,
         plan=plan,
         row=site.axis(names["row"]),
         col=site.axis(names["col"]),
@@ -325,7 +336,10 @@ def _kernel(call: _Call, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         rolled=plan.loop == "rolled" or (plan.loop == "auto" and site.platform != "tpu"),
     )
     with jax.named_scope(f"{plan.algorithm}/{plan.dataflow.value}"):
-        return algorithms.algorithm_of(plan).kernel(lhs, rhs, job)
+        lhs = lhs if inner.lhs == call.contraction.lhs else lhs.T
+        rhs = rhs if inner.rhs == call.contraction.rhs else rhs.T
+        out = algorithms.algorithm_of(plan).kernel(lhs, rhs, job)
+        return out if inner.out == call.contraction.out else out.T
 
 
 def _out_spec(call: _Call, lhs: jax.Array, rhs: jax.Array) -> PartitionSpec:

@@ -43,22 +43,24 @@ def kernel(lhs: jax.Array, rhs: jax.Array, job: Job) -> jax.Array:
 
     def gathered(index) -> dict[str, jax.Array]:
         moved = {}
-        for mover in job.inputs():
-            piece = collectives.take_slice(operands[mover.role], mover.dim, count, block, index)
-            moved[mover.role] = job.gather(piece, mover)
+        with jax.named_scope(_label(index)):
+            for mover in job.inputs():
+                shard = operands[mover.role]
+                piece = collectives.take_slice(shard, mover.dim, count, block, index)
+                moved[mover.role] = job.gather(piece, mover)
         return moved
 
-    def multiply(moved: dict[str, jax.Array]) -> jax.Array:
-        partial = job.dot(**(operands | moved))
-        return partial if out is None else job.scatter(partial, out)
+    def multiply(moved: dict[str, jax.Array], index) -> jax.Array:
+        with jax.named_scope(_label(index)):
+            partial = job.dot(**(operands | moved))
+            return partial if out is None else job.scatter(partial, out)
 
     if job.rolled and count > 2:
         return _rolled(gathered, multiply, job, block)
     results, ahead = [], gathered(0)
     for index in range(count):
-        with jax.named_scope(f"slice{index}"):
-            current, ahead = ahead, gathered(index + 1) if index + 1 < count else None
-            results.append(multiply(current))
+        current, ahead = ahead, gathered(index + 1) if index + 1 < count else None
+        results.append(multiply(current, index))
     if out is not None:
         return collectives.put_slices(results, out.dim, block)
     total = results[0]
@@ -67,10 +69,14 @@ def kernel(lhs: jax.Array, rhs: jax.Array, job: Job) -> jax.Array:
     return total.astype(job.out_dtype)
 
 
+def _label(index) -> str:
+    return f"slice{index}" if isinstance(index, int) else "loop"
+
+
 def _rolled(gathered, multiply, job: Job, block: int) -> jax.Array:
     """The same with one loop body; the first and the last slice stand outside it."""
     count, out = job.plan.slice_count, job.output()
-    first = multiply(gathered(0))
+    first = multiply(gathered(0), 0)
 
     def place(total, partial, index):
         if out is None:
@@ -83,12 +89,12 @@ def _rolled(gathered, multiply, job: Job, block: int) -> jax.Array:
     def body(index, carry):
         total, current = carry
         ahead = gathered(index + 1)
-        return place(total, multiply(current), index), ahead
+        return place(total, multiply(current, index), index), ahead
 
     # Seeded with the first slice in every slot: right values, right varying axes.
     total = first if out is None else _every_slot(first, out.dim, block, count)
     total, last = lax.fori_loop(1, count - 1, body, (total, gathered(1)))
-    total = place(total, multiply(last), count - 1)
+    total = place(total, multiply(last, count - 1), count - 1)
     if out is None:
         return total.astype(job.out_dtype)
     whole = first.shape[: out.dim] + (first.shape[out.dim] * count,) + first.shape[out.dim + 1 :]

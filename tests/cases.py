@@ -1,0 +1,107 @@
+"""One table of cases, generated from the registry, over which the suites range.
+
+algorithm x dataflow x mesh x slice count x block size (x ring, split, packets and loop
+where an algorithm reads them); only what `check` accepts is in the table.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import random
+
+import meshslice_jax as ms
+from meshslice_jax.algorithms import ALGORITHMS
+from meshslice_jax.dataflow import TABLE, Contraction
+
+MESHES = (
+    (1, 1), (1, 4), (4, 1), (2, 2), (2, 4), (4, 2), (2, 3), (3, 2), (1, 5), (4, 4), (1, 16), (16, 1),
+)  # fmt: skip
+DAILY_MESHES = ((2, 2), (2, 3), (1, 4))
+SLICE_COUNTS = (1, 2, 3, 4, 8)
+BLOCK_SIZES = (1, 8, None)
+
+#: Values of the plan fields that only some algorithms read.
+OPTIONS = {
+    "block_size": BLOCK_SIZES,
+    "loop": ("rolled", "unrolled"),
+    "ring": ("row", "col"),
+    "split": ("column", "row"),
+    "packets": (1, 2),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A plan, a mesh shape, and extents that the plan cuts evenly."""
+
+    plan: ms.GemmPlan
+    mesh: tuple[int, int]
+    m: int
+    n: int
+    k: int
+
+    def __str__(self) -> str:
+        plan = self.plan
+        options = "-".join(
+            f"{field}={getattr(plan, field)}" for field in ALGORITHMS[plan.algorithm].options
+        )
+        rows, cols = self.mesh
+        return (
+            f"{plan.algorithm}-{plan.dataflow.value}-{rows}x{cols}-S{plan.slice_count}-{options}"
+            f"-{self.m}.{self.n}.{self.k}"
+        )
+
+
+def extents(plan: ms.GemmPlan, mesh: tuple[int, int]) -> dict[str, int]:
+    """Small extents that fit: odd multiples, so that nothing divides by accident."""
+    view = ALGORITHMS[plan.algorithm].view(plan, ms.MeshShape(*mesh))
+    row = TABLE[plan.dataflow]
+    local = 3
+    if plan.algorithm == "meshslice":
+        local = plan.slice_count * (plan.block_size or 3) * (2 if plan.block_size == 1 else 1)
+    home = 4 if plan.packets > 1 else 1  # packets cut both halves of a home extent
+    streamed = Contraction(dataflow=plan.dataflow).streamed
+    return {
+        row.row: 3 * home * view.rows,
+        row.col: 5 * home * view.cols,
+        streamed: local * math.lcm(view.rows, view.cols),
+    }
+
+
+def plans(algorithm: str, mesh: tuple[int, int]):
+    """All plans of one algorithm in the table."""
+    fields = ALGORITHMS[algorithm].options
+    for dataflow, slices in itertools.product(ms.Dataflow, SLICE_COUNTS):
+        for values in itertools.product(*(OPTIONS[field] for field in fields)):
+            options = dict(zip(fields, values, strict=True))
+            if algorithm == "meshslice" and slices <= 2 and options["loop"] == "rolled":
+                continue  # the same program as unrolled
+            yield ms.GemmPlan(algorithm=algorithm, dataflow=dataflow, slice_count=slices, **options)
+
+
+@functools.cache
+def table(meshes: tuple[tuple[int, int], ...] = MESHES) -> tuple[Case, ...]:
+    """All cases that `check` accepts on these meshes."""
+    found = []
+    for algorithm, mesh in itertools.product(ALGORITHMS, meshes):
+        for plan in plans(algorithm, mesh):
+            case = Case(plan, mesh, **extents(plan, mesh))
+            try:
+                ms.check(plan, case.m, case.n, case.k, mesh)
+            except ValueError:
+                continue
+            found.append(case)
+    return tuple(found)
+
+
+def daily(fraction: float = 0.04) -> tuple[Case, ...]:
+    """All cases of the daily meshes, and a seeded sample of the others."""
+    choose = random.Random(2025)
+    found = []
+    for case in table():
+        kept = case.mesh in DAILY_MESHES or choose.random() < fraction
+        # Long rings unroll into large programs; the full table has them.
+        if kept and not (max(case.mesh) == 16 and case.plan.algorithm == "summa"):
+            found.append(case)
+    return tuple(found)
