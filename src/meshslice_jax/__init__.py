@@ -31,6 +31,7 @@ from meshslice_jax.models import fc_layers as fc_layers
 from meshslice_jax.models import model as model
 from meshslice_jax.plan import GemmPlan as GemmPlan
 from meshslice_jax.plan import LayerPlan as LayerPlan
+from meshslice_jax.plan_simulation import simulate_plan as simulate_plan
 from meshslice_jax.problem import GemmProblem as GemmProblem
 from meshslice_jax.simulate import simulate as simulate
 from meshslice_jax.simulate import simulate_block as simulate_block
