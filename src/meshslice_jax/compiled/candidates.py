@@ -1,0 +1,160 @@
+"""What is tried for one product: algorithms x their forms x slice counts x options.
+
+Every algorithm gets all that it has, and the same compiler: a peer's collectives may be
+asynchronous too. "gspmd" is XLA's partitioner, with its windowed einsums on, off, and
+with the collective-matmul modes.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+from meshslice_jax import algorithms
+from meshslice_jax.compiled.jobs import Options
+from meshslice_jax.compiled.options import GSPMD_MODES, compiler_options
+from meshslice_jax.hardware import HardwareSpec
+from meshslice_jax.mesh import MeshShape
+from meshslice_jax.plan import GemmPlan
+from meshslice_jax.problem import GemmProblem
+
+#: Slice counts that are tried where none are asked for.
+SLICE_COUNTS = (2, 3, 4, 6, 8)
+#: The algorithms of a comparison on two axes, MeshSlice first.
+COMPARED = ("meshslice", "wang", "gspmd", "collective")
+#: Options: "default" is the compiler's own, "tuned" is `compiler_options`.
+OPTION_SETS = ("tuned", "default")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One way to compile a product.
+
+    Attributes:
+      algorithm: name of the algorithm, or "gspmd".
+      plan: the pass's plan; under GSPMD its placements.
+      form: what else distinguishes it: which ring, which GSPMD mode, which reduce-scatter.
+      option_set: "tuned", "default" or "given".
+      options: compiler options.
+    """
+
+    algorithm: str
+    plan: GemmPlan
+    form: str
+    option_set: str
+    options: Options
+
+    @property
+    def setting(self) -> tuple:
+        """What a run without tuning for each product would hold fixed."""
+        return (self.algorithm, self.plan.slice_count, self.form, self.option_set)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Space:
+    """What may be tried.
+
+    Attributes:
+      mesh_shape: (rows, cols) of the mesh.
+      hardware: the profile; it decides the tuned options.
+      algorithms: names in ALGORITHMS, and "gspmd".
+      slice_counts: of MeshSlice.
+      option_sets: of OPTION_SETS; ignored where `given` is set.
+      given: options to use instead of sets.
+
+    Raises:
+      ValueError: an unknown algorithm or option set, or nothing to try.
+    """
+
+    mesh_shape: MeshShape
+    hardware: HardwareSpec
+    algorithms: Sequence[str] = COMPARED
+    slice_counts: Sequence[int] = SLICE_COUNTS
+    option_sets: Sequence[str] = OPTION_SETS
+    given: Mapping[str, bool | int | float | str] | None = None
+
+    def __post_init__(self):
+        known = (*algorithms.ALGORITHMS, "gspmd")
+        if unknown := [name for name in self.algorithms if name not in known]:
+            raise ValueError(
+                f"unknown algorithm {', '.join(map(repr, unknown))}; there are {', '.join(known)}"
+            )
+        if unknown := [name for name in self.option_sets if name not in OPTION_SETS]:
+            raise ValueError(
+                f"unknown option set {', '.join(map(repr, unknown))}; there are "
+                f"{', '.join(OPTION_SETS)}, or give KEY=VALUE"
+            )
+        if not (self.algorithms and self.option_sets and self.slice_counts):
+            raise ValueError("nothing to try: algorithms, options and slice counts are needed")
+
+    def view(self, plan: GemmPlan) -> MeshShape:
+        """The mesh as a plan sees it; its axes are the mesh's "row" and "col" or exchanged."""
+        return MeshShape(self.mesh_shape.size(plan.row_axis), self.mesh_shape.size(plan.col_axis))
+
+    def options(self, plan: GemmPlan, extra: Mapping = GSPMD_MODES["windowed"]):
+        """(name, options) of every option set for a plan; equal ones once."""
+        if self.given is not None:
+            yield "given", dict(self.given) | dict(extra)
+            return
+        seen = []
+        for name in self.option_sets:
+            found = compiler_options(self.hardware, plan) if name == "tuned" else {}
+            found = found | dict(extra)
+            if found not in seen:
+                seen.append(found)
+                yield name, found
+
+
+def candidates(space: Space, problem: GemmProblem, base: GemmPlan) -> list[Candidate]:
+    """Everything that fits a product.
+
+    Args:
+      space: what may be tried.
+      problem: the pass's own product.
+      base: a plan with its dataflow, axes and dtypes; the rest is what is tried.
+    """
+    found = []
+    for name in space.algorithms:
+        if name == "gspmd":
+            plan = dataclasses.replace(base, algorithm="collective", slice_count=1)
+            if algorithms.fits(problem, plan, space.view(plan)):
+                for mode, extra in GSPMD_MODES.items():
+                    found += _with_options(space, "gspmd", plan, mode, extra)
+            continue
+        for plan in _plans(space, name, base):
+            if algorithms.fits(problem, plan, space.view(plan)):
+                found += _with_options(space, name, plan, form_of(plan))
+    return found
+
+
+def of_plan(space: Space, plan: GemmPlan) -> list[Candidate]:
+    """A plan as it is, under every option set."""
+    return _with_options(space, plan.algorithm, plan, form_of(plan))
+
+
+def form_of(plan: GemmPlan) -> str:
+    """What distinguishes plans of one algorithm and slice count."""
+    if "ring" in algorithms.algorithm_of(plan).options:
+        return f"ring along {plan.ring}"
+    return plan.reduce_scatter
+
+
+def _with_options(space, name, plan, form, extra=GSPMD_MODES["windowed"]) -> list[Candidate]:
+    return [
+        Candidate(algorithm=name, plan=plan, form=form, option_set=label, options=options)
+        for label, options in space.options(plan, extra)
+    ]
+
+
+def _plans(space: Space, name: str, base: GemmPlan) -> Iterator[GemmPlan]:
+    """The plans of one algorithm, whether they fit or not."""
+    plan = dataclasses.replace(base, algorithm=name, slice_count=1)
+    options = algorithms.ALGORITHMS[name].options
+    if "ring" in options:
+        for ring in ("row", "col"):
+            length = space.view(plan).size(ring)
+            for count in sorted({1, *(length // merged for merged in (2, 4) if length > merged)}):
+                yield dataclasses.replace(plan, ring=ring, slice_count=count)
+    elif "block_size" in options:
+        for count in space.slice_counts:
+            yield dataclasses.replace(plan, slice_count=count)
+    else:
+        yield plan
