@@ -6,6 +6,7 @@ import typer
 
 import meshslice_jax
 from meshslice_jax.cli.bench import bench
+from meshslice_jax.cli.compile import compile_
 from meshslice_jax.cli.doctor import doctor
 from meshslice_jax.cli.reproduce import reproduce
 from meshslice_jax.cli.simulate import simulate
@@ -24,6 +25,7 @@ app.command()(doctor)
 app.command()(tune)
 app.command()(simulate)
 app.command()(reproduce)
+app.command("compile")(compile_)
 
 
 def _print_version(wanted: bool) -> None:

@@ -101,7 +101,7 @@ def bench(
                 hardware=_projection(hardware_spec(hardware or "tpu_v4"), dtype, hardware),
             )
         else:
-            _refuse_choices(context)
+            common.refuse_choices(context, CHOSEN_BY_PLAN)
             model_plan = common.read_plan(plan)
             dtype, spec = model_plan.dtype, plan_hardware(model_plan, hardware)
             options = benchmark.plan_options(
@@ -121,21 +121,6 @@ def bench(
         device_mesh = make_mesh(options.mesh_shape, devices=found)
     if report.print_bench(options, found, _measure(options, device_mesh), json, plot, notes):
         raise typer.Exit(1)
-
-
-def _refuse_choices(context: typer.Context) -> None:
-    """Raises where an option chooses what a plan has chosen already."""
-    given = [
-        next(option for option in parameter.opts if option.startswith("--"))
-        for parameter in context.command.params
-        if parameter.name in CHOSEN_BY_PLAN
-        and context.get_parameter_source(parameter.name).name == "COMMANDLINE"
-    ]
-    if given:
-        raise ValueError(
-            f"--plan is run as it is, so {', '.join(given)} cannot be chosen; leave them out, or "
-            "use --model"
-        )
 
 
 def _projection(spec: HardwareSpec, dtype: str, asked: str | None) -> HardwareSpec | None:

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import platform as host
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -92,6 +92,29 @@ def check_outputs(*paths: Path | None, draws: bool = False) -> None:
             raise ValueError(f"{path}: there is no folder {path.absolute().parent}")
     if draws and importlib.util.find_spec("matplotlib") is None:
         raise RuntimeError("--plot needs matplotlib: pip install 'meshslice-jax[plot]'")
+
+
+def refuse_choices(context: typer.Context, names: Sequence[str]) -> None:
+    """Raises where the command line chooses what a plan has chosen already.
+
+    Args:
+      context: of the command.
+      names: parameters that a plan decides.
+
+    Raises:
+      ValueError: some of them are given, named as options.
+    """
+    given = [
+        next(option for option in parameter.opts if option.startswith("--"))
+        for parameter in context.command.params
+        if parameter.name in names
+        and context.get_parameter_source(parameter.name).name == "COMMANDLINE"
+    ]
+    if given:
+        raise ValueError(
+            f"--plan is run as it is, so {', '.join(given)} cannot be chosen; leave them out, or "
+            "use --model"
+        )
 
 
 def read_plan(path: Path) -> ModelPlan:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from meshslice_jax import algorithms
 from meshslice_jax.compiled.jobs import Options
 from meshslice_jax.compiled.options import GSPMD_MODES, compiler_options
+from meshslice_jax.dataflow import Dataflow
 from meshslice_jax.hardware import HardwareSpec
 from meshslice_jax.mesh import MeshShape
 from meshslice_jax.plan import GemmPlan
@@ -103,13 +104,16 @@ class Space:
                 yield name, found
 
 
-def candidates(space: Space, problem: GemmProblem, base: GemmPlan) -> list[Candidate]:
+def candidates(
+    space: Space, problem: GemmProblem, base: GemmPlan, forward: Dataflow
+) -> list[Candidate]:
     """Everything that fits a product.
 
     Args:
       space: what may be tried.
       problem: the pass's own product.
       base: a plan with its dataflow, axes and dtypes; the rest is what is tried.
+      forward: dataflow of the layer's forward product, which some algorithms lack.
     """
     found = []
     for name in space.algorithms:
@@ -118,6 +122,8 @@ def candidates(space: Space, problem: GemmProblem, base: GemmPlan) -> list[Candi
             if algorithms.fits(problem, plan, space.view(plan)):
                 for mode, extra in GSPMD_MODES.items():
                     found += _with_options(space, "gspmd", plan, mode, extra)
+            continue
+        if forward not in algorithms.ALGORITHMS[name].forward_dataflows:
             continue
         for plan in _plans(space, name, base):
             if algorithms.fits(problem, plan, space.view(plan)):

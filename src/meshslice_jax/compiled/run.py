@@ -205,8 +205,8 @@ def jobs(study: Study, layer: str, pass_: str) -> list[tuple[Candidate, ProductJ
     plan, wrt = as_layer_plan(study.plans[layer]), PASSES[pass_]
     own: GemmPlan = getattr(plan, pass_)
     problem = algorithms.layer_problems(study.layers[layer], plan.forward)[pass_]
-    space = study.space
-    found = of_plan(space, own) if study.as_planned else candidates(space, problem, own)
+    space, forward = study.space, plan.forward.dataflow
+    found = of_plan(space, own) if study.as_planned else candidates(space, problem, own, forward)
     return [
         (
             candidate,
@@ -215,7 +215,7 @@ def jobs(study: Study, layer: str, pass_: str) -> list[tuple[Candidate, ProductJ
                 mesh_shape=tuple(study.space.mesh_shape),
                 problem=problem,
                 plan=candidate.plan,
-                forward=plan.forward.dataflow,
+                forward=forward,
                 wrt=wrt,
                 gspmd=candidate.algorithm == "gspmd",
                 options=candidate.options,
