@@ -15,7 +15,8 @@ from meshslice_jax.algorithms import ALGORITHMS
 from meshslice_jax.dataflow import TABLE, Contraction
 
 MESHES = (
-    (1, 1), (1, 4), (4, 1), (2, 2), (2, 4), (4, 2), (2, 3), (3, 2), (1, 5), (4, 4), (1, 16), (16, 1),
+    (1, 1), (1, 4), (4, 1), (2, 2), (2, 4), (4, 2), (2, 3), (3, 2), (1, 5), (4, 4), (1, 16),
+    (16, 1),
 )  # fmt: skip
 DAILY_MESHES = ((2, 2), (2, 3), (1, 4))
 SLICE_COUNTS = (1, 2, 3, 4, 8)

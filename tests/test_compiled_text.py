@@ -87,10 +87,9 @@ def test_collectives_and_products_have_readable_names():
         assert f"meshslice/ls/slice{index}/gather" in text
     text = text.replace("\n", " ")
     for algorithm, label in (("summa", "broadcast"), ("cannon", "shift"), ("wang", "shift")):
-        shape = (2, 2)
         plan = ms.GemmPlan(algorithm=algorithm, dataflow="ls")
         lowered = jax.jit(
-            lambda a, b, plan=plan: ms.matmul(a, b, plan, mesh=ms.make_mesh(shape))
+            lambda a, b, plan=plan: ms.matmul(a, b, plan, mesh=ms.make_mesh((2, 2)))
         ).lower(a, b)
         assert f"{algorithm}/ls/" in lowered.compile().as_text() and label in str(
             lowered.compile().as_text()

@@ -9,10 +9,11 @@ from meshslice_jax.dataflow import TABLE, Contraction, Dataflow
 from meshslice_jax.problem import ROLES, GemmProblem
 
 #: paper.md section 1: placements (mesh axis of each dimension), and the two gradients.
+RC, CR = ("row", "col"), ("col", "row")
 PAPER = {
-    "os": ((("row", "col"), ("row", "col"), ("row", "col")), ("ls", "ct", "rhs"), ("rs", "lhs", "ct")),
-    "ls": ((("row", "col"), ("col", "row"), ("row", "col")), ("os", "ct", "rhs"), ("rs", "ct", "lhs")),
-    "rs": ((("col", "row"), ("row", "col"), ("row", "col")), ("ls", "rhs", "ct"), ("os", "lhs", "ct")),
+    "os": ((RC, RC, RC), ("ls", "ct", "rhs"), ("rs", "lhs", "ct")),
+    "ls": ((RC, CR, RC), ("os", "ct", "rhs"), ("rs", "ct", "lhs")),
+    "rs": ((CR, RC, RC), ("ls", "rhs", "ct"), ("os", "lhs", "ct")),
 }  # fmt: skip
 
 

@@ -2,13 +2,13 @@
 
 import functools
 
-import cases
 import jax
 import numpy as np
 import pytest
-from reference import derivatives, small_integers
 
+import cases
 import meshslice_jax as ms
+from reference import derivatives, small_integers
 
 
 @functools.cache

@@ -20,7 +20,7 @@ SOURCE = ROOT / "src" / "meshslice_jax"
 #: The order of the rooms; a room imports only those before it. Rooms that are not named
 #: here come after the schedule and before the command line, without a cycle.
 ORDER = (
-    "compat problem mesh dataflow plan schedule collectives algorithms gemm cost simulate "
+    "compat problem mesh dataflow plan schedule collectives site algorithms gemm cost simulate "
     "compiled models autotune dot_general nn bench cli"
 ).split()
 FIRST = ORDER[: ORDER.index("gemm") + 1]

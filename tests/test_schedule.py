@@ -3,13 +3,13 @@
 import collections
 import dataclasses
 
-import cases
 import jax
 import numpy as np
 import pytest
-from census import census
 
+import cases
 import meshslice_jax as ms
+from census import census
 from meshslice_jax import algorithms
 from meshslice_jax.problem import GemmProblem
 from meshslice_jax.schedule import Product, Schedule, Step, Transfer

@@ -15,6 +15,12 @@ def legacy_context_mesh() -> jax.sharding.Mesh | None:
     return None if mesh.empty else mesh
 
 
+def concrete_context_mesh() -> jax.sharding.Mesh | None:
+    """The mesh of an enclosing `jax.set_mesh` with its devices, or None."""
+    mesh = _mesh.get_concrete_mesh()
+    return None if mesh is None or mesh.empty else mesh
+
+
 def spmd_axis_names() -> frozenset:
     """Mesh axes given to an enclosing `vmap(..., spmd_axis_name=)`."""
     env = _core.get_axis_env()

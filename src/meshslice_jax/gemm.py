@@ -7,10 +7,9 @@ products, which run through the same function with their own plans, so gradients
 gradients need nothing more. Residuals are the two operands as they are placed;
 nothing gathered outlives a product.
 
-Where it runs decides how the shard_map is built (`_Site`): fully manual over the
-mesh where that is possible, manual over the plan's two axes where the mesh has
-others that belong to the caller, or where the caller is inside a shard_map of its
-own. Explicit meshes are entered through `jax.sharding.auto_axes`.
+Where it runs decides how the shard_map is built; see `site`. On a mesh with further
+axes, name those over which m is sharded too in `plan.batch_axes`. Over an axis that is
+not named there XLA gathers the operands before the kernel's own collectives.
 """
 
 import dataclasses
@@ -19,15 +18,14 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from meshslice_jax import algorithms, compat
 from meshslice_jax.algorithms.base import Job, wire_dtype
-from meshslice_jax.collectives import Axis
 from meshslice_jax.dataflow import Contraction
-from meshslice_jax.mesh import MeshShape
 from meshslice_jax.plan import GemmPlan, LayerPlan, as_layer_plan
 from meshslice_jax.problem import ROLES, GemmProblem, accumulation_dtype
+from meshslice_jax.site import Site, find_site
 
 
 def placements(plan: GemmPlan | LayerPlan) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
@@ -36,12 +34,14 @@ def placements(plan: GemmPlan | LayerPlan) -> tuple[PartitionSpec, PartitionSpec
     Operands that are placed like this enter `matmul` without any data movement.
     """
     plan = as_layer_plan(plan).forward
-    return tuple(_spec(plan.contraction, plan, role) for role in ROLES)
+    return tuple(_spec(plan.contraction, plan, "m", role) for role in ROLES)
 
 
-def _spec(contraction: Contraction, plan: GemmPlan, role: str) -> PartitionSpec:
-    names = algorithms.axis_names(plan)
-    entries = (names[axis] for axis in contraction.placement(role))
+def _spec(contraction: Contraction, plan: GemmPlan, batched: str, role: str) -> PartitionSpec:
+    """The placement of a matrix; its index `batched` is sharded over the batch axes too."""
+    names, entries = algorithms.axis_names(plan), []
+    for label, axis in zip(contraction.indices(role), contraction.placement(role), strict=True):
+        entries.append((plan.batch_axes if label == batched else ()) + names[axis])
     return PartitionSpec(*(_entry(found) for found in entries))
 
 
@@ -95,21 +95,33 @@ def matmul(
         rhs_dtype=rhs.dtype.name,
         out_dtype=_out_dtype(lhs, rhs, preferred_element_type),
     )
-    site = _find_site(mesh, plan.forward, (lhs, rhs))
-    algorithms.check_problem(plan, problem, site.shape(plan.forward))
+    site = find_site(mesh, plan.forward, (lhs, rhs))
+    algorithms.check_problem(plan, _of_one_replica(problem, plan, site), site.shape(plan.forward))
     call = _Call(
         contraction=plan.forward.contraction,
+        batched="m",
         plan=plan,
         site=site,
         out_dtype=problem.out_dtype,
         precision=_hashable(precision),
     )
-    lhs, rhs = _place(call, lhs, "lhs"), _place(call, rhs, "rhs")
+    lhs, rhs = site.place(lhs, call.spec("lhs")), site.place(rhs, call.spec("rhs"))
     if 0 in lhs.shape + rhs.shape:  # nothing to move: an empty result, or a sum of no terms
-        return _place(call, jnp.zeros((problem.m, problem.n), problem.out_dtype), "out")
+        return site.place(jnp.zeros((problem.m, problem.n), problem.out_dtype), call.spec("out"))
     out = _product(call, lhs, rhs)
     # A reshard to its own type accepts a cotangent of any type; custom_vjp does not.
-    return _reshard(site, out, jax.typeof(out).sharding.spec) if site.explicit else out
+    return site.reshard(out, jax.typeof(out).sharding.spec) if site.explicit else out
+
+
+def _of_one_replica(problem: GemmProblem, plan: LayerPlan, site: Site) -> GemmProblem:
+    replicas = site.replicas(plan.forward)
+    if problem.m % replicas:
+        names = "*".join(plan.forward.batch_axes)
+        raise ValueError(
+            f"lhs dimension m = {problem.m} is not divisible by batch axes {names!r} of size "
+            f"{replicas}; pad m or change batch_axes"
+        )
+    return dataclasses.replace(problem, m=problem.m // replicas)
 
 
 def _as_matrix(x, role: str) -> jax.Array:
@@ -140,157 +152,36 @@ def _hashable(precision):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Site:
-    """Where a product runs.
+class _Call:
+    """The static part of a product: hashable, equal for equal settings.
 
-    Attributes:
-      mesh: what the shard_map is built over; None takes it from the context.
-      sizes: (axis name, size) of the whole mesh.
-      manual: the axes over which the shard_map is manual.
-      partial: whether other axes remain automatic or are the caller's.
-      explicit: Explicit axes of a mesh in context, which have to be entered.
-      entered: an Explicit mesh, given out of context, on which an operand has a type.
-      platform: "cpu", "tpu" or "gpu".
+    `batched` is the index that is sharded over the plan's batch axes: m, under the name
+    that it has in this product.
     """
 
-    mesh: Mesh | AbstractMesh | None
-    sizes: tuple[tuple[str, int], ...]
-    manual: frozenset[str]
-    partial: bool
-    explicit: tuple[str, ...]
-    entered: Mesh | None
-    platform: str
-
-    def axis(self, names: tuple[str, ...]) -> Axis:
-        return Axis(names, tuple(dict(self.sizes)[name] for name in names))
-
-    def shape(self, plan: GemmPlan) -> MeshShape:
-        found = dict(self.sizes)
-        return MeshShape(found[plan.row_axis], found[plan.col_axis])
-
-
-def _find_site(mesh: Mesh | AbstractMesh | None, plan: GemmPlan, operands: tuple) -> _Site:
-    context = jax.sharding.get_abstract_mesh()
-    given = mesh
-    if context.empty:
-        mesh = mesh if mesh is not None else compat.legacy_context_mesh()
-        if mesh is None:
-            raise ValueError(
-                "no mesh: pass mesh=, or call under jax.set_mesh(mesh) "
-                f"(axes {plan.row_axis!r} and {plan.col_axis!r} are needed)"
-            )
-    else:
-        if given is not None and _shape_of(given) != _shape_of(context):
-            raise ValueError(
-                f"mesh= has axes {dict(_shape_of(given))}, but the mesh in context has "
-                f"{dict(_shape_of(context))}; pass the same mesh or none"
-            )
-        mesh = context
-    sizes = _shape_of(mesh)
-    missing = [axis for axis in (plan.row_axis, plan.col_axis) if axis not in dict(sizes)]
-    if missing:
-        raise ValueError(
-            f"the plan's axes {plan.row_axis!r} x {plan.col_axis!r} are not all in the mesh "
-            f"{dict(sizes)}: {', '.join(map(repr, missing))} missing; set row_axis and col_axis"
-        )
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    ours = {plan.row_axis, plan.col_axis}
-    if taken := [axis for axis in sorted(ours) if types[axis] == AxisType.Manual]:
-        raise ValueError(
-            f"matmul is called inside a shard_map that is already manual over {taken}; call it "
-            "outside, or make that shard_map manual over other axes only"
-        )
-    others = {a for a in types if a not in ours and types[a] != AxisType.Manual}
-    nested = AxisType.Manual in types.values()
-    idle = all(dict(sizes)[a] == 1 for a in others)
-    whole = not nested and (idle or bool(compat.spmd_axis_names()))
-    explicit = tuple(a for a in types if types[a] == AxisType.Explicit)
-    entered = None
-    if context.empty and explicit:
-        if all(jax.typeof(x).sharding.mesh.empty for x in operands):
-            mesh, explicit = _with_auto_axes(mesh), ()
-        else:
-            entered = mesh
-    return _Site(
-        mesh=mesh if context.empty and entered is None else None,
-        sizes=sizes,
-        manual=frozenset(types) if whole else frozenset(ours),
-        partial=not whole,
-        explicit=explicit,
-        entered=entered,
-        platform=compat.platform_of(mesh),
-    )
-
-
-def _with_auto_axes(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
-    if isinstance(mesh, Mesh):
-        return Mesh(mesh.devices, mesh.axis_names)
-    return AbstractMesh(mesh.axis_sizes, mesh.axis_names)
-
-
-def _shape_of(mesh) -> tuple[tuple[str, int], ...]:
-    return tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """The static part of a product: hashable, equal for equal settings."""
-
     contraction: Contraction
+    batched: str
     plan: LayerPlan
-    site: _Site
+    site: Site
     out_dtype: str
     precision: object
 
     def spec(self, role: str) -> PartitionSpec:
-        return _spec(self.contraction, self.plan.forward, role)
-
-
-def _place(call: _Call, x: jax.Array, role: str) -> jax.Array:
-    """Puts an operand where the plan wants it, before it becomes a residual."""
-    site = call.site
-    if site.explicit:
-        return _typed(site, x, call.spec(role))
-    if site.partial:  # other axes are the caller's: a constraint here would replicate over them
-        return x
-    if site.mesh is None:
-        return lax.with_sharding_constraint(x, call.spec(role)) if _traced(x) else x
-    sharding = NamedSharding(site.mesh, call.spec(role))
-    if _traced(x):
-        return lax.with_sharding_constraint(x, sharding)
-    return jax.device_put(x, sharding)
-
-
-def _typed(site: _Site, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Gives an operand that was never placed a type on the Explicit mesh."""
-    if site.entered is None or not jax.typeof(x).sharding.mesh.empty:
-        return x
-    return (
-        _reshard(site, x, spec)
-        if _traced(x)
-        else jax.device_put(x, NamedSharding(site.entered, spec))
-    )
-
-
-def _reshard(site: _Site, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """`x` with the type `spec` on the Explicit mesh."""
-    if site.entered is None:
-        return jax.sharding.reshard(x, spec)
-    return jax.sharding.reshard(x, NamedSharding(site.entered.abstract_mesh, spec))
-
-
-def _traced(x) -> bool:
-    return isinstance(x, jax.core.Tracer)
+        return _spec(self.contraction, self.plan.forward, self.batched, role)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(call: _Call, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """The product over the mesh; lhs and rhs in the storage order of the contraction."""
-    return _run(call, lhs, rhs, _out_spec(call, lhs, rhs) if call.site.explicit else None)
+    return _run(call, _out_spec(call, lhs, rhs) if call.site.explicit else None, lhs, rhs)
 
 
-def _run(call: _Call, lhs: jax.Array, rhs: jax.Array, result: PartitionSpec | None) -> jax.Array:
-    """Runs the kernel; on Explicit axes, enters them and returns a `result` on them."""
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _run(call: _Call, result: PartitionSpec | None, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """Runs the kernel; on Explicit axes, enters them and returns a `result` on them.
+
+    Jitted because an eager shard_map runs, and compiles, operation by operation.
+    """
     site = call.site
     mapped = jax.shard_map(
         functools.partial(_kernel, call),
@@ -301,11 +192,8 @@ def _run(call: _Call, lhs: jax.Array, rhs: jax.Array, result: PartitionSpec | No
     )
     if not site.explicit:
         return mapped(lhs, rhs)
-    entered = jax.sharding.auto_axes(mapped, axes=site.explicit, out_sharding=result)
-    if site.entered is None:
-        return entered(lhs, rhs)
-    with jax.sharding.use_abstract_mesh(site.entered.abstract_mesh):
-        return entered(lhs, rhs)
+    with site.context():
+        return jax.sharding.auto_axes(mapped, axes=site.explicit, out_sharding=result)(lhs, rhs)
 
 
 def _kernel(call: _Call, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
@@ -324,14 +212,16 @@ def _kernel(call: _Call, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     )
     # A 16-bit reduction in a partially manual shard_map aborts XLA:CPU.
     wide = site.partial and site.platform == "cpu"
+    wire = dtypes.accum_dtype if wide else wire_dtype(dtypes, plan)
+    summed = plan.batch_axes if call.batched == "k" else ()
     job = Job(
         contraction=inner,
         plan=plan,
         row=site.axis(names["row"]),
         col=site.axis(names["col"]),
         accum_dtype=dtypes.accum_dtype,
-        wire_dtype=dtypes.accum_dtype if wide else wire_dtype(dtypes, plan),
-        out_dtype=call.out_dtype,
+        wire_dtype=wire,
+        out_dtype=wire if summed else call.out_dtype,
         precision=call.precision,
         rolled=plan.loop == "rolled" or (plan.loop == "auto" and site.platform != "tpu"),
     )
@@ -339,6 +229,9 @@ def _kernel(call: _Call, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         lhs = lhs if inner.lhs == call.contraction.lhs else lhs.T
         rhs = rhs if inner.rhs == call.contraction.rhs else rhs.T
         out = algorithms.algorithm_of(plan).kernel(lhs, rhs, job)
+        if summed:
+            with jax.named_scope("batch"):
+                out = lax.psum(out, summed).astype(call.out_dtype)
         return out if inner.out == call.contraction.out else out.T
 
 
@@ -356,7 +249,8 @@ def _out_spec(call: _Call, lhs: jax.Array, rhs: jax.Array) -> PartitionSpec:
 
 def _names_by_label(call: _Call, x: jax.Array, role: str) -> dict[str, tuple[str, ...]]:
     """For each index of an operand, the axes of its type that are not the plan's."""
-    ours = {call.plan.forward.row_axis, call.plan.forward.col_axis}
+    plan = call.plan.forward
+    ours = {plan.row_axis, plan.col_axis, *plan.batch_axes}
     spec = jax.typeof(x).sharding.spec
     return {
         label: tuple(name for name in _names(entry) if name not in ours)
@@ -386,12 +280,13 @@ def _gradient(call: _Call, operands: dict[str, jax.Array], wrt: str) -> jax.Arra
     part = dataclasses.replace(
         call,
         contraction=gradient.contraction,
+        batched=next(new for new, old in gradient.labels if old == call.batched),
         plan=as_layer_plan(call.plan.gradient(wrt)),
         out_dtype=operands[wrt].dtype.name,
     )
     found = _product(part, operands[first], operands[second])
     if call.site.explicit:
-        found = _reshard(call.site, found, jax.typeof(operands[wrt]).sharding.spec)
+        found = call.site.reshard(found, jax.typeof(operands[wrt]).sharding.spec)
     # Inside a caller's shard_map the cotangent of an operand that is the same along
     # an outer axis is the sum over that axis.
     extra = compat.varying_axes(found) - compat.varying_axes(operands[wrt])
@@ -413,6 +308,7 @@ def contract(
     mesh: Mesh,
     out_dtype: str,
     precision=None,
+    batched: str = "m",
 ) -> jax.Array:
     """One product by itself, its matrices in the storage order of `contraction`.
 
@@ -427,6 +323,7 @@ def contract(
       mesh: the mesh, with Auto axes.
       out_dtype: dtype of the result.
       precision: as for `lax.dot_general`.
+      batched: the index that is sharded over plan.batch_axes too.
 
     Returns:
       out, stored as `contraction.out` says.
@@ -442,13 +339,14 @@ def contract(
     problem = GemmProblem(
         **extents, lhs_dtype=lhs.dtype.name, rhs_dtype=rhs.dtype.name, out_dtype=out_dtype
     )
-    site = _find_site(mesh, plan, (lhs, rhs))
+    site = find_site(mesh, plan, (lhs, rhs))
     algorithms.schedule(problem, plan, site.shape(plan))  # raises where it cannot run
     call = _Call(
         contraction=contraction,
+        batched=batched,
         plan=as_layer_plan(plan),
         site=site,
         out_dtype=out_dtype,
         precision=_hashable(precision),
     )
-    return _product(call, _place(call, lhs, "lhs"), _place(call, rhs, "rhs"))
+    return _product(call, site.place(lhs, call.spec("lhs")), site.place(rhs, call.spec("rhs")))

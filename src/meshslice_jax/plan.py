@@ -36,6 +36,9 @@ class GemmPlan:
       row_axis: mesh axis along which mesh-row coordinates vary.
       col_axis: mesh axis along which mesh-column coordinates vary. Exchanging
         the two names gives the twin dataflow.
+      batch_axes: further mesh axes over which m is sharded too, major to the plan's axis
+        (data parallelism). Each of their replicas runs the product on its part of m, and
+        a gradient that sums over m is summed over them.
       reduce_dtype: what a reduce-scatter carries between chips: "float32" (the
         accumulation dtype; rounded once) or "output" (the output's dtype, half
         the bytes for bfloat16, rounded per hop).
@@ -55,6 +58,7 @@ class GemmPlan:
     block_size: int | None = None
     row_axis: str = "row"
     col_axis: str = "col"
+    batch_axes: tuple[str, ...] = ()
     reduce_dtype: str = "float32"
     reduce_scatter: str = "native"
     loop: str = "auto"
@@ -74,6 +78,9 @@ class GemmPlan:
                 raise TypeError(f"GemmPlan: {field} must be a string, got {getattr(self, field)!r}")
         if self.row_axis == self.col_axis:
             raise ValueError(f"GemmPlan: row_axis and col_axis are both {self.row_axis!r}")
+        object.__setattr__(self, "batch_axes", _axes("batch_axes", self.batch_axes))
+        if twice := {self.row_axis, self.col_axis} & set(self.batch_axes):
+            raise ValueError(f"GemmPlan: batch_axes holds {twice.pop()!r}, an axis of the product")
         _positive("slice_count", self.slice_count)
         _positive("packets", self.packets)
         if self.block_size is not None:
@@ -102,6 +109,12 @@ def _dataflow(value) -> Dataflow:
     except ValueError:
         names = ", ".join(d.value for d in Dataflow)
         raise ValueError(f"GemmPlan: dataflow={value!r} is not one of {names}") from None
+
+
+def _axes(field: str, value) -> tuple[str, ...]:
+    if isinstance(value, str) or not all(isinstance(axis, str) for axis in value):
+        raise TypeError(f"GemmPlan: {field} must be a tuple of axis names, got {value!r}")
+    return tuple(value)
 
 
 def _positive(field: str, value) -> None:
@@ -140,7 +153,7 @@ class LayerPlan:
             if given is None:
                 object.__setattr__(self, f"grad_{wrt}", derived)
                 continue
-            for field in ("dataflow", "row_axis", "col_axis", "split"):
+            for field in ("dataflow", "row_axis", "col_axis", "batch_axes", "split"):
                 if getattr(given, field) != getattr(derived, field):
                     raise ValueError(
                         f"LayerPlan: grad_{wrt}.{field} is {getattr(given, field)!s}, but the "

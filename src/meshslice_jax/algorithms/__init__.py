@@ -176,7 +176,7 @@ def _message(problem, plan, shape, found, name="forward") -> str:
     lines.append(
         "  what fits: " + "; ".join(ways)
         if ways
-        else "  nothing of the same extents fits this many chips; pad the extents or change the mesh"
+        else "  nothing of the same extents fits this many chips; pad them or change the mesh"
     )
     return "\n".join(lines)
 

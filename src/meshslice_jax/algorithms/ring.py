@@ -16,6 +16,7 @@ mesh flattened into one ring, where the blocked matrix does not move at all.
 """
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,6 @@ from meshslice_jax.algorithms.base import (
     local_product,
     memory,
     shard_bytes,
-    split_movers,
     transfers,
 )
 from meshslice_jax.dataflow import Mover
@@ -67,7 +67,7 @@ def _cut(x: jax.Array, dim: int) -> list[jax.Array]:
     starts = [0]
     for size in collectives.halves(x.shape[dim]):
         starts.append(starts[-1] + size)
-    return [lax.slice_in_dim(x, a, b, axis=dim) for a, b in zip(starts, starts[1:], strict=False)]
+    return [lax.slice_in_dim(x, a, b, axis=dim) for a, b in itertools.pairwise(starts)]
 
 
 def _join(parts: list[jax.Array], dim: int) -> jax.Array:
@@ -195,7 +195,6 @@ def schedule(problem: GemmProblem, plan: GemmPlan, view: MeshShape, ring_axis: s
     rest = (Step(transfers=(send,)), merged - 1)
     first, last = (rest, None) if ringed.is_input else (None, rest)
     before, after = (block, ()) if blocked.is_input else ((), block)
-    inputs, _ = split_movers(plan)
     held = {blocked.role: view.size(blocked.axis)} if blocked.is_input else {}
     if ringed.is_input:
         held[ringed.role] = min(2, steps) * merged if ring > 1 else 0

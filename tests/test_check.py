@@ -1,0 +1,303 @@
+"""Checks: what is refused says every role, size and axis, and what would fit."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import meshslice_jax as ms
+from census import census
+from meshslice_jax import algorithms, gemm
+from meshslice_jax.problem import GemmProblem
+from meshslice_jax.site import find_site
+
+MESH = (2, 4)
+
+
+def test_every_dimension_at_fault_is_named_at_once():
+    plan = ms.GemmPlan(algorithm="collective", dataflow="os", row_axis="x", col_axis="y")
+    with pytest.raises(ValueError) as caught:
+        ms.check(plan, 3, 6, 10, MESH)
+    message = str(caught.value)
+    for fault in (
+        "lhs dimension m = 3 is not divisible by mesh axis 'x' of size 2",
+        "lhs dimension k = 10 is not divisible by mesh axis 'y' of size 4",
+        "rhs dimension n = 6 is not divisible by mesh axis 'y' of size 4",
+        "out dimension m = 3 is not divisible by mesh axis 'x' of size 2",
+        "out dimension n = 6 is not divisible by mesh axis 'y' of size 4",
+    ):
+        assert fault in message
+    assert "rhs dimension k = 10" not in message  # 10 divides by 2
+
+
+def test_what_would_fit_is_named():
+    plan = ms.GemmPlan(algorithm="meshslice", slice_count=5)
+    with pytest.raises(ValueError, match="slice_count 5 x block_size 1 does not divide") as caught:
+        ms.check(plan, 8, 8, 32, MESH)
+    assert "slice_count in 1, 2, 4, 8" in str(caught.value)
+    assert "algorithms collective, summa, wang" in str(caught.value)
+    with pytest.raises(ValueError, match="mesh shapes 1x8, 2x4") as caught:
+        ms.check(ms.GemmPlan(algorithm="collective"), 2, 8, 8, (4, 2))
+    with pytest.raises(ValueError, match="nothing of the same extents fits"):
+        ms.check(ms.GemmPlan(algorithm="collective"), 7, 7, 7, MESH)
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (ms.GemmPlan(algorithm="cannon"), "axis 'row' has size 2, axis 'col' has size 4"),
+        (ms.GemmPlan(algorithm="cannon", slice_count=2), "cannon has no slices: slice_count must"),
+        (ms.GemmPlan(algorithm="collective", slice_count=2), "collective has no slices"),
+        (ms.GemmPlan(algorithm="wang", slice_count=3), "does not divide the ring of 4 chips"),
+        (ms.GemmPlan(algorithm="summa", slice_count=3), "does not divide the 4 panels"),
+        (ms.GemmPlan(algorithm="summa", packets=3), "packets 3 does not divide both halves"),
+        (ms.GemmPlan(algorithm="fsdp", slice_count=3), "does not divide the ring of 8 chips"),
+        (ms.GemmPlan(algorithm="fsdp", dataflow="rs"), "no forward product with dataflow 'rs'"),
+        (ms.GemmPlan(algorithm="tp1d", dataflow="os"), "no forward product .* it has 'rs'"),
+        (ms.GemmPlan(algorithm="tp1d", dataflow="ls"), "no forward product with dataflow 'ls'"),
+        (ms.GemmPlan(algorithm="systolic"), "unknown algorithm 'systolic'; there are meshslice"),
+        (ms.GemmPlan(block_size=3), "slice_count 1 x block_size 3 does not divide"),
+    ],
+    ids=lambda value: "" if isinstance(value, ms.GemmPlan) else value[:25],
+)  # fmt: skip
+def test_faults_of_algorithms(plan, words):
+    with pytest.raises(ValueError, match=words):
+        ms.check(plan, 16, 16, 16, MESH)
+    with pytest.raises(ValueError, match=words):
+        ms.matmul(
+            np.ones((16, 16), np.float32),
+            np.ones((16, 16), np.float32),
+            plan,
+            mesh=ms.make_mesh(MESH),
+        )
+
+
+def test_one_dimensional_algorithms_name_the_flattened_ring():
+    with pytest.raises(
+        ValueError, match=r"m = 4 is not divisible by mesh axis 'row\*col' of size 8"
+    ):
+        ms.check(ms.GemmPlan(algorithm="fsdp"), 4, 8, 8, MESH)
+
+
+def test_one_and_two_dimensional_plans_do_not_mix():
+    plan = ms.LayerPlan(
+        forward=ms.GemmPlan(algorithm="collective", dataflow="os"),
+        grad_rhs=ms.GemmPlan(algorithm="fsdp", dataflow="rs"),
+    )
+    with pytest.raises(ValueError, match="grad_rhs runs 'fsdp', which places matrices otherwise"):
+        ms.check(plan, 16, 16, 16, MESH)
+
+
+def test_negative_extents():
+    with pytest.raises(ValueError, match="extent m = -8 is negative"):
+        ms.check(ms.GemmPlan(), -8, 8, 8, MESH)
+
+
+def test_legal_slice_counts():
+    def legal(algorithm, **kw):
+        plan = ms.GemmPlan(algorithm=algorithm, dataflow=kw.pop("dataflow", "os"), **kw)
+        return ms.legal_slice_counts(plan, 16, 16, 96, MESH)
+
+    assert legal("meshslice") == (1, 2, 3, 4, 6, 8, 12, 24)  # gcd(96 / 2, 96 / 4) = 24
+    assert legal("meshslice", block_size=8) == (1, 3)
+    assert legal("meshslice", dataflow="ls") == (1, 2, 4)  # n = 16
+    assert legal("collective") == (1,)
+    assert legal("wang") == legal("summa") == (1, 2, 4)
+    assert legal("wang", ring="row") == (1, 2)
+    assert legal("cannon") == ()
+    assert legal("fsdp") == (1, 2, 4, 8)
+    assert ms.legal_slice_counts(ms.GemmPlan(), 7, 7, 7, MESH) == ()
+
+
+EXTENTS = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 24])
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    algorithm=st.sampled_from(sorted(ms.ALGORITHMS)),
+    dataflow=st.sampled_from(list(ms.Dataflow)),
+    mesh=st.sampled_from([(1, 1), (1, 3), (2, 2), (2, 3), (4, 2), (3, 3)]),
+    extents=st.tuples(EXTENTS, EXTENTS, EXTENTS),
+    slice_count=st.integers(1, 4),
+    block_size=st.sampled_from([None, 1, 2]),
+    packets=st.integers(1, 2),
+)
+def test_check_accepts_exactly_what_runs(
+    algorithm, dataflow, mesh, extents, slice_count, block_size, packets
+):
+    """What it refuses fails to trace, or drops a part of the product, when unchecked."""
+    if slice_count == 1:
+        block_size = None  # one slice has no blocks
+    plan = ms.GemmPlan(
+        algorithm=algorithm, dataflow=dataflow, slice_count=slice_count, block_size=block_size,
+        packets=packets,
+    )  # fmt: skip
+    problem, shape = GemmProblem(m=extents[0], n=extents[1], k=extents[2]), ms.MeshShape(*mesh)
+    accepted = algorithms.fits(problem, plan, shape)
+    if algorithm in ("cannon", "collective") and slice_count > 1:
+        assert not accepted  # their kernels have no slices, so there is nothing to trace
+    else:
+        assert accepted == _traces(problem, plan, shape)
+
+
+def _traces(problem, plan, shape) -> bool:
+    """Whether the unchecked kernel traces to the right shape and does all the FLOPs."""
+    mesh = jax.sharding.AbstractMesh(shape, ("row", "col"))
+    lhs = jax.ShapeDtypeStruct((problem.m, problem.k), np.float32)
+    rhs = jax.ShapeDtypeStruct((problem.k, problem.n), np.float32)
+
+    def unchecked(a, b):
+        call = gemm._Call(
+            contraction=plan.contraction,
+            batched="m",
+            plan=ms.LayerPlan(forward=plan),
+            site=find_site(mesh, plan, (a, b)),
+            out_dtype="float32",
+            precision=None,
+        )
+        return gemm._product(call, a, b)
+
+    try:
+        shaped = jax.eval_shape(unchecked, lhs, rhs).shape == (problem.m, problem.n)
+        return shaped and census(unchecked, lhs, rhs)[2] * shape.num_chips == problem.flops
+    except Exception:
+        return False
+
+
+@pytest.mark.parametrize(("m", "n", "k"), list(itertools.product([0, 4], repeat=3)))
+def test_empty_extents_are_legal(m, n, k):
+    ms.check(ms.GemmPlan(algorithm="wang"), m, n, k, (2, 2))
+
+
+class TestOperands:
+    mesh = property(lambda self: ms.make_mesh(MESH))
+
+    def test_k_differs(self):
+        with pytest.raises(
+            ValueError, match=r"lhs\[m=8, k=8\] and rhs\[k=16, n=8\] do not multiply"
+        ):
+            ms.matmul(np.ones((8, 8)), np.ones((16, 8)), ms.GemmPlan(), mesh=self.mesh)
+
+    def test_rank(self):
+        with pytest.raises(TypeError, match=r"lhs must be a matrix \[m, k\], got shape \(8,\)"):
+            ms.matmul(np.ones(8), np.ones((8, 8)), ms.GemmPlan(), mesh=self.mesh)
+        with pytest.raises(
+            TypeError, match=r"rhs must be a matrix \[k, n\], got shape \(2, 8, 8\)"
+        ):
+            ms.matmul(np.ones((8, 8)), np.ones((2, 8, 8)), ms.GemmPlan(), mesh=self.mesh)
+
+    def test_kind(self):
+        with pytest.raises(TypeError, match="lhs must hold numbers, got dtype bool"):
+            ms.matmul(np.ones((8, 8), bool), np.ones((8, 8)), ms.GemmPlan(), mesh=self.mesh)
+
+    def test_plan(self):
+        with pytest.raises(TypeError, match="plan must be a GemmPlan or a LayerPlan, got str"):
+            ms.matmul(np.ones((8, 8)), np.ones((8, 8)), "meshslice", mesh=self.mesh)
+
+    def test_no_mesh(self):
+        with pytest.raises(ValueError, match="no mesh: pass mesh=, or call under"):
+            ms.matmul(np.ones((8, 8)), np.ones((8, 8)), ms.GemmPlan())
+
+    def test_axis_names(self):
+        with pytest.raises(ValueError, match="'x' missing; set row_axis and col_axis"):
+            ms.matmul(np.ones((8, 8)), np.ones((8, 8)), ms.GemmPlan(row_axis="x"), mesh=self.mesh)
+
+    def test_another_mesh_in_context(self):
+        with (
+            jax.set_mesh(ms.make_mesh((4, 2))),
+            pytest.raises(ValueError, match="the mesh in context has"),
+        ):
+            ms.matmul(np.ones((8, 8)), np.ones((8, 8)), ms.GemmPlan(), mesh=self.mesh)
+
+    def test_other_devices_in_context(self):
+        other = ms.make_mesh(MESH, devices=jax.devices()[:8][::-1])
+        with jax.set_mesh(other), pytest.raises(ValueError, match="but the mesh in context has"):
+            ms.matmul(np.ones((8, 8)), np.ones((8, 8)), ms.GemmPlan(), mesh=self.mesh)
+
+    def test_a_plan_used_on_another_mesh_is_checked_there(self):
+        plan = ms.GemmPlan(algorithm="wang", slice_count=4)
+        with pytest.raises(ValueError, match="slice_count 4 does not divide the ring of 2 chips"):
+            ms.matmul(np.ones((8, 8)), np.ones((8, 8)), plan, mesh=ms.make_mesh((4, 2)))
+
+
+class TestPlans:
+    @pytest.mark.parametrize(
+        ("fields", "error", "words"),
+        [
+            ({"dataflow": "ws"}, ValueError, "dataflow='ws' is not one of os, ls, rs"),
+            ({"reduce_dtype": "bfloat16"}, ValueError, "reduce_dtype='bfloat16' is not one of"),
+            (
+                {"reduce_scatter": "magic"},
+                ValueError,
+                "reduce_scatter='magic' is not one of native",
+            ),
+            ({"loop": "while"}, ValueError, "loop='while' is not one of auto, unrolled, rolled"),
+            ({"ring": "diagonal"}, ValueError, "ring='diagonal' is not one of row, col"),
+            ({"split": "both"}, ValueError, "split='both' is not one of column, row"),
+            ({"slice_count": 0}, ValueError, "slice_count must be at least 1, got 0"),
+            ({"slice_count": 2.0}, TypeError, "slice_count must be an int, got 2.0"),
+            ({"slice_count": True}, TypeError, "slice_count must be an int, got True"),
+            ({"block_size": -8}, ValueError, "block_size must be at least 1, got -8"),
+            (
+                {"batch_axes": "data"},
+                TypeError,
+                "batch_axes must be a tuple of axis names",
+            ),
+            (
+                {"batch_axes": ("row",)},
+                ValueError,
+                "batch_axes holds 'row', an axis",
+            ),
+            ({"packets": 0}, ValueError, "packets must be at least 1, got 0"),
+            ({"row_axis": "col"}, ValueError, "row_axis and col_axis are both 'col'"),
+            ({"row_axis": 0}, TypeError, "row_axis must be a string, got 0"),
+            ({"algorithm": None}, TypeError, "algorithm must be a string, got None"),
+        ],
+        ids=str,
+    )
+    def test_wrong_fields(self, fields, error, words):
+        with pytest.raises(error, match=words):
+            ms.GemmPlan(**fields)
+
+    def test_wrong_layers(self):
+        forward = ms.GemmPlan(dataflow="os")
+        with pytest.raises(
+            ValueError, match=r"grad_lhs.dataflow is rs, but the gradient .* needs ls"
+        ):
+            ms.LayerPlan(forward=forward, grad_lhs=ms.GemmPlan(dataflow="rs"))
+        with pytest.raises(ValueError, match=r"grad_rhs\.row_axis is x"):
+            ms.LayerPlan(forward=forward, grad_rhs=ms.GemmPlan(dataflow="rs", row_axis="x"))
+        with pytest.raises(TypeError, match="forward must be a GemmPlan"):
+            ms.LayerPlan(forward="os")
+
+    def test_plans_are_values(self):
+        import copy
+        import pickle
+
+        plan = ms.GemmPlan(dataflow="ls", slice_count=4)
+        assert plan == ms.GemmPlan(dataflow=ms.Dataflow.LS, slice_count=4)
+        assert hash(plan) == hash(ms.GemmPlan(dataflow="ls", slice_count=4))
+        assert pickle.loads(pickle.dumps(plan)) == copy.deepcopy(plan) == plan
+        layer = ms.LayerPlan(forward=plan)
+        assert pickle.loads(pickle.dumps(layer)) == layer and hash(layer) == hash(
+            ms.LayerPlan(forward=plan)
+        )
+        assert (layer.grad_lhs.dataflow, layer.grad_rhs.dataflow) == ("os", "rs")
+        with pytest.raises(AttributeError):
+            plan.slice_count = 8
+
+    def test_placements(self):
+        P = jax.sharding.PartitionSpec
+        plan = ms.GemmPlan(dataflow="ls", row_axis="x", col_axis="y")
+        assert ms.placements(plan) == (P("x", "y"), P("y", "x"), P("x", "y"))
+        assert ms.placements(ms.GemmPlan(algorithm="fsdp")) == (
+            P(("row", "col"), None), P(("row", "col"), None), P(("row", "col"), None),
+        )  # fmt: skip
+        column = ms.GemmPlan(algorithm="tp1d", dataflow="rs", split="column")
+        both = ("row", "col")
+        assert ms.placements(column) == (P(both, None), P(None, both), P(None, both))
+        row = ms.GemmPlan(algorithm="tp1d", dataflow="rs", split="row")
+        assert ms.placements(row) == (P(None, both), P(both, None), P(both, None))
