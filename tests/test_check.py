@@ -202,7 +202,7 @@ class TestOperands:
             ms.matmul(np.ones((8, 8)), np.ones((8, 8)), ms.GemmPlan())
 
     def test_axis_names(self):
-        with pytest.raises(ValueError, match="'x' missing; set row_axis and col_axis"):
+        with pytest.raises(ValueError, match="'x' missing; set row_axis, col_axis and"):
             ms.matmul(np.ones((8, 8)), np.ones((8, 8)), ms.GemmPlan(row_axis="x"), mesh=self.mesh)
 
     def test_another_mesh_in_context(self):

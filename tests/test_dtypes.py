@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import meshslice_jax as ms
+from meshslice_jax.problem import promoted_dtype
 from reference import derivatives, small_integers
 
 MESH = (2, 4)
@@ -97,7 +98,7 @@ def test_result_dtypes(lhs_dtype, rhs_dtype, preferred):
     def product(a, b):
         return ms.matmul(a, b, plan, mesh=mesh, preferred_element_type=preferred)
 
-    wanted = jnp.dtype(preferred) if preferred else jnp.promote_types(lhs_dtype, rhs_dtype)
+    wanted = jnp.dtype(preferred) if preferred else promoted_dtype(lhs_dtype, rhs_dtype)
     out = product(a, b)
     assert out.dtype == wanted and (np.asarray(out).astype(np.float32) == lhs @ rhs).all()
     grads = jax.grad(lambda a, b: product(a, b).astype(jnp.float32).sum(), (0, 1))(a, b)

@@ -24,7 +24,7 @@ from meshslice_jax import algorithms, compat
 from meshslice_jax.algorithms.base import Job, wire_dtype
 from meshslice_jax.dataflow import Contraction
 from meshslice_jax.plan import GemmPlan, LayerPlan, as_layer_plan
-from meshslice_jax.problem import ROLES, GemmProblem, accumulation_dtype
+from meshslice_jax.problem import ROLES, GemmProblem, accumulation_dtype, promoted_dtype
 from meshslice_jax.site import Site, find_site
 
 
@@ -141,10 +141,8 @@ def _as_matrix(x, role: str) -> jax.Array:
 def _out_dtype(lhs, rhs, preferred) -> str:
     if preferred is not None:
         return jnp.dtype(preferred).name
-    natural = jnp.promote_types(lhs.dtype, rhs.dtype)
-    if jnp.issubdtype(natural, jnp.integer) and natural.itemsize == 1:
-        return accumulation_dtype(natural)
-    return natural.name
+    natural = promoted_dtype(lhs.dtype.name, rhs.dtype.name)
+    return accumulation_dtype(natural) if natural in ("int8", "uint8") else natural
 
 
 def _hashable(precision):

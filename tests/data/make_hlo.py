@@ -22,7 +22,7 @@ SAMPLES = {
     "v4_meshslice_os": ("v4:4x4", GemmPlan(slice_count=2), True),
     "v4_meshslice_ls": ("v4:4x4", GemmPlan(dataflow="ls", slice_count=2), True),
     "v4_rolled_os": ("v4:4x4", GemmPlan(slice_count=6, loop="rolled"), True),
-    "v4_wang_os": ("v4:4x4", GemmPlan(algorithm="wang", slice_count=2), True),
+    "v4_wang_os": ("v4:2x2", GemmPlan(algorithm="wang"), True),
     "v5e_meshslice_os": ("v5e:4x4", GemmPlan(slice_count=2), True),
 }
 PROBLEM = GemmProblem.uniform(6144, 6144, 6144, "bfloat16")
@@ -47,7 +47,7 @@ def main() -> None:
         target = parse_topology(topology)
         job = ProductJob(
             topology=str(target),
-            mesh_shape=(4, 4),
+            mesh_shape=target.dims[:2],
             problem=PROBLEM,
             plan=plan,
             forward=plan.dataflow,
