@@ -140,7 +140,8 @@ def _instruction(module, one: Instruction, around, pending, fused, prefix):
     elif "AsyncCollectiveDone" in targets and moving.channel in fused:
         yield Wait(key=fused.pop(moving.channel))
     elif moving.channel in fused:  # a product that carries a collective on
-        yield _work(module, one, around)
+        if work := _work(module, one, around):
+            yield work
     elif one.opcode == "fusion" and _multiplies(module, one):
         yield _move(module, one, moving, key)
         yield _work(module, one, around)
@@ -199,15 +200,15 @@ def _move(module: Module, outer: Instruction, one: Instruction, key: str | None)
 def _work(module: Module, one: Instruction, around: dict[str, Instruction]) -> Work | None:
     if one.opcode in _FREE or 'custom_call_target="ConcatBitcast"' in one.attributes:
         return None
-    cycles = one.cycles
-    if cycles is None and one.bytes < _SCALAR_BYTES:
+    cycles, multiplies = one.cycles, _multiplies(module, one)
+    if cycles is None and one.bytes < _SCALAR_BYTES and not multiplies:
         return None
     read = sum(around[name].bytes for name in one.operands if name in around)
     return Work(
         name=one.name,
         cycles=cycles,
         bytes=one.bytes + read,
-        is_product=_multiplies(module, one),
+        is_product=multiplies,
         label=one.op_name,
     )
 
