@@ -373,8 +373,8 @@ def test_the_options_of_every_generation_are_accepted(generation):
 def test_v4_gathers_are_asynchronous_with_the_options_and_scatters_never(dataflow):
     plan = ms.GemmPlan(dataflow=dataflow, slice_count=4)
     with Compiler(V4) as compiler:
-        tuned = moves(compiler.compile(product_job(plan, extent=8192)))
-        default = moves(compiler.compile(product_job(plan, extent=8192, options={})))
+        tuned = moves(compiler.compile(product_job(plan, extent=4096)))
+        default = moves(compiler.compile(product_job(plan, extent=4096, options={})))
     slices = 8 if dataflow == "os" else 4
     gathers = [move for move in tuned if move.kind == "all-gather"]
     assert len(gathers) == slices

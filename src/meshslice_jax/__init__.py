@@ -9,6 +9,7 @@ from meshslice_jax.autotune import tune as tune
 from meshslice_jax.autotune import tune_report as tune_report
 from meshslice_jax.block import OVERLAPPED_BLOCK as OVERLAPPED_BLOCK
 from meshslice_jax.block import BlockSchedule as BlockSchedule
+from meshslice_jax.compiled import compiler_options as compiler_options
 from meshslice_jax.cost import CostBreakdown as CostBreakdown
 from meshslice_jax.cost import seconds as seconds
 from meshslice_jax.dataflow import Dataflow as Dataflow
