@@ -1,6 +1,5 @@
 """`meshslice compile`: what the TPU compiler makes of each product, without a TPU."""
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -213,6 +212,6 @@ def _blocks(found: run.Findings, compiler: Compiler) -> dict[str, run.CompiledBl
     for rule, rows in found.choices().items():
         if rule in ("natural", "fixed") or any(r.candidate.algorithm == "gspmd" for r in rows):
             continue
-        study = dataclasses.replace(found.study)
-        blocks[rule] = run.run_block(study, run.plans_of(rows, study.layers), compiler)
+        plans = run.plans_of(rows, list(found.study.layers))
+        blocks[rule] = run.run_block(found.study, plans, compiler)
     return blocks

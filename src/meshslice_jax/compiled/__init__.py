@@ -7,8 +7,8 @@
     replay       how long that takes on a HardwareSpec: projections, never measurements
     candidates, run    what is tried for each product, and what came of it
 
-MeshSlice's own hardware result (ISCA 2025, section 5) is that a compiler may overlap
-nothing; this room asks today's compiler what it overlaps.
+On real TPUs the authors' MeshSlice lost, since the compiler of that day overlapped sends
+but no collectives (ISCA 2025); this room asks today's compiler what it overlaps.
 """
 
 from meshslice_jax.compiled.compiler import Compiler as Compiler

@@ -19,7 +19,6 @@ from meshslice_jax.compiled.jobs import Answer, BlockJob, ProductJob
 from meshslice_jax.compiled.options import generation_of, options_of_plans
 from meshslice_jax.compiled.replay import Links, Replay, replay, sensitivity
 from meshslice_jax.compiled.topology import Topology, lay_out
-from meshslice_jax.dataflow import Dataflow
 from meshslice_jax.plan import GemmPlan, LayerPlan, as_layer_plan
 from meshslice_jax.problem import GemmProblem
 
@@ -191,7 +190,15 @@ def _fastest(rows: Sequence[Compiled]) -> list[Compiled]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledBlock:
-    """A whole block in one program, and what its products take by themselves."""
+    """A whole block, forward and backward, in one program.
+
+    Attributes:
+      replay: the replayed schedule.
+      ideal_s: pure FLOPs of all its products.
+      peak_bytes: of one chip, by the compiler.
+      compile_s: seconds of compilation.
+      hlo: the schedule.
+    """
 
     replay: Replay
     ideal_s: float
@@ -309,7 +316,7 @@ def run_block(
     )
 
 
-def plans_of(rows: Sequence[Compiled], forwards: Mapping[str, Dataflow]) -> dict[str, LayerPlan]:
+def plans_of(rows: Sequence[Compiled], layers: Sequence[str]) -> dict[str, LayerPlan]:
     """The plans of a block from one row of each product; GSPMD rows have none.
 
     Raises:
@@ -317,7 +324,7 @@ def plans_of(rows: Sequence[Compiled], forwards: Mapping[str, Dataflow]) -> dict
     """
     found = {row.product: row.candidate for row in rows}
     plans = {}
-    for layer in forwards:
+    for layer in layers:
         parts = {}
         for pass_ in PASSES:
             candidate = found.get((layer, pass_))
