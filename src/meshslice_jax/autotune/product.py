@@ -40,6 +40,9 @@ OPTION_VALUES = {"ring": ("col", "row"), "packets": (1, 2, 4, 8, 16, 32, 64)}
 #: Slices are made of blocks of at least this many indices: a TPU register holds 8 x 128, and
 #: cutting through it costs what the model does not price (MeshSlice, ISCA 2025, section 3.2).
 SMALLEST_BLOCK = 8
+#: Slices of MeshSlice that the tuner goes up to. The model gains little beyond (a hop is
+#: all that a finer slice costs in it), while each slice is unrolled in a TPU program.
+MOST_SLICES = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,6 +124,8 @@ def sliced(
         tried = plan if count == 1 else dataclasses.replace(plan, slice_count=count)
         if algorithm.faults(problem, tried, shape):
             continue
+        if blocked and count > MOST_SLICES:
+            return
         if blocked and count > 1:
             coarse = dataclasses.replace(tried, block_size=SMALLEST_BLOCK)
             if algorithm.faults(problem, coarse, shape):
