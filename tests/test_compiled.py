@@ -3,8 +3,10 @@
 import dataclasses
 import importlib.util
 import itertools
+import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -303,6 +305,35 @@ def test_a_plan_is_compiled_as_it_is():
 def test_studies_that_are_none(changes, telling):
     with pytest.raises(ValueError, match=telling):
         study(**changes)
+
+
+# --- the child process ------------------------------------------------------------------------
+
+
+def compiler_with_child(tmp_path, monkeypatch, script, limit_s):
+    """A compiler whose child is a shell script."""
+    path = tmp_path / "child"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(path))
+    monkeypatch.setattr("meshslice_jax.compiled.compiler.require_libtpu", lambda: None)
+    return Compiler(V4, limit_s)
+
+
+PROBE = ProbeJob(topology=str(V4), mesh_shape=(4, 4))
+
+
+def test_a_child_that_dies_is_a_failed_job_with_its_last_words(tmp_path, monkeypatch):
+    script = "echo noise >&2; echo 'F0101 check failed: emitter' >&2; read job; exit 3"
+    with compiler_with_child(tmp_path, monkeypatch, script, 30.0) as compiler:
+        for options in ({}, {"a": 1}):  # the second job gets a child of its own
+            error = compiler.compile(msgspec.structs.replace(PROBE, options=options)).error
+            assert error == "the compiler ended with exit code 3: F0101 check failed: emitter"
+
+
+def test_a_child_that_hangs_is_ended(tmp_path, monkeypatch):
+    with compiler_with_child(tmp_path, monkeypatch, "exec sleep 60", 0.2) as compiler:
+        assert compiler.compile(PROBE).error == "compilation took longer than 0.2 s"
 
 
 # --- the compiler itself ---------------------------------------------------------------------

@@ -5,6 +5,7 @@ the time limit or dies, the job has failed with that reason and the next one get
 child.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -103,7 +104,8 @@ class Compiler:
     def _stop(self) -> None:
         if self._child is None:
             return
-        self._child.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # a job that a dead child never read
+            self._child.stdin.close()
         try:
             self._child.wait(timeout=5)
         except subprocess.TimeoutExpired:
