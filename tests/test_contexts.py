@@ -196,6 +196,38 @@ def test_inside_a_callers_shard_map_over_another_axis(dataflow, dtype, kind):
     same((out, *grads), tuple(x.astype(dtype).astype(np.float32) for x in EXPECTED))
 
 
+@pytest.mark.parametrize("batch_axes", [(), ("data",)], ids=str)
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("how", ["argument", "set_mesh"])
+def test_two_layers_of_weights_never_placed(how, kind, batch_axes):
+    mesh = mesh_of(kind, 2 if batch_axes else 0)
+    plans = [ms.GemmPlan(dataflow=d, slice_count=2, batch_axes=batch_axes) for d in ("os", "ls")]
+    weights = [small_integers(8, 24, 32, density=0.1), small_integers(9, 32, 16, density=0.1)]
+
+    def loss(product, first, second):
+        return (product(jax.nn.relu(product(LHS, first, 0)), second, 1) ** 2).sum()
+
+    run = functools.partial(loss, lambda a, b, i: ms.matmul(a, b, plans[i], mesh=mesh))
+    wanted = jax.grad(functools.partial(loss, lambda a, b, i: a @ b), (0, 1))(*weights)
+    assert all(np.abs(x).max() > 0 for x in wanted)
+    with jax.set_mesh(mesh) if how == "set_mesh" else contextlib.nullcontext():
+        same(jax.jit(jax.grad(run, (0, 1)))(*weights), wanted)
+        same(jax.grad(run, (0, 1))(*weights), wanted)
+
+
+def test_operands_on_explicit_axes_and_results_of_others_do_not_mix_out_of_context():
+    mesh, plan = mesh_of("explicit"), ms.GemmPlan(dataflow="ls")
+    placed = jax.device_put(np.ones((32, 16), np.float32), NamedSharding(mesh, P("col", "row")))
+
+    def two_layers(weight):
+        return ms.matmul(ms.matmul(LHS, RHS, plan, mesh=mesh), weight, plan, mesh=mesh)
+
+    with pytest.raises(ValueError, match=r"work under jax\.set_mesh\(mesh\), or place all"):
+        two_layers(placed)
+    with jax.set_mesh(mesh):
+        same([two_layers(placed)], [OUT @ np.ones((32, 16), np.int64)])
+
+
 def test_inside_a_shard_map_over_its_own_axes_is_refused():
     mesh = mesh_of("auto")
     with pytest.raises(ValueError, match=r"already manual over \['row', 'col'\]; call it outside"):

@@ -5,6 +5,7 @@ along them: "row" has `rows` chips (the ring within one mesh column), "col" has
 `cols` chips. Chip (i, j) of the mesh holds shard ij of every matrix.
 """
 
+import math
 import os
 from typing import NamedTuple
 
@@ -53,28 +54,41 @@ def factorisations(num_chips: int) -> tuple[MeshShape, ...]:
 
 
 def make_mesh(
-    shape: MeshShape | tuple[int, int],
-    axis_names: tuple[str, str] = ("row", "col"),
+    shape: MeshShape | tuple[int, ...],
+    axis_names: tuple[str, ...] = ("row", "col"),
     devices=None,
 ) -> jax.sharding.Mesh:
     """A mesh of `shape` with Auto axes over `devices` (default: the first that fit).
 
     On TPUs `jax.make_mesh` chooses an order whose neighbours are physical ones.
 
+    Args:
+      shape: sizes of the axes: rows and cols, or as many as there are names, such as
+        (2, 4, 4) with ("data", "row", "col").
+      axis_names: a name for each axis.
+      devices: the devices to use.
+
     Raises:
-      ValueError: there are fewer devices than the shape needs.
+      ValueError: the names do not match the shape, or there are fewer devices than it
+        needs.
     """
-    shape = MeshShape(*shape)
-    devices = jax.devices() if devices is None else list(devices)
-    if len(devices) < shape.num_chips:
+    shape = tuple(shape)
+    if len(shape) != len(axis_names):
         raise ValueError(
-            f"a {shape} mesh needs {shape.num_chips} devices and there are {len(devices)} "
-            f"({devices[0].platform}); on CPU call ms.emulate_devices({shape.num_chips}) first"
+            f"a mesh of shape {shape} needs {len(shape)} axis_names, got {axis_names}; for "
+            'example make_mesh((2, 4, 4), ("data", "row", "col"))'
         )
-    devices = devices[: shape.num_chips]
+    needed, text = math.prod(shape), "x".join(str(size) for size in shape)
+    devices = jax.devices() if devices is None else list(devices)
+    if len(devices) < needed:
+        raise ValueError(
+            f"a {text} mesh needs {needed} devices and there are {len(devices)} "
+            f"({devices[0].platform}); on CPU call ms.emulate_devices({needed}) first"
+        )
+    devices = devices[:needed]
     if devices[0].platform == "cpu":
         return jax.sharding.Mesh(np.asarray(devices).reshape(shape), axis_names)
-    auto = (jax.sharding.AxisType.Auto,) * 2
+    auto = (jax.sharding.AxisType.Auto,) * len(shape)
     return jax.make_mesh(shape, axis_names, axis_types=auto, devices=devices)
 
 

@@ -76,7 +76,7 @@ class Site:
 
     def _typed(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         """Gives an operand that was never placed a type on the Explicit mesh."""
-        if self.entered is None or not jax.typeof(x).sharding.mesh.empty:
+        if self.entered is None or AxisType.Explicit in _types_of(x):
             return x
         if isinstance(x, jax.core.Tracer):
             return self.reshard(x, spec)
@@ -118,8 +118,14 @@ def find_site(mesh: Mesh | AbstractMesh | None, plan: GemmPlan, operands: tuple)
     explicit = tuple(axis for axis in types if types[axis] == AxisType.Explicit)
     entered = None
     if explicit and not in_context:
-        if any(not jax.typeof(x).sharding.mesh.empty for x in operands):
+        if any(AxisType.Explicit in _types_of(x) for x in operands):
             entered = mesh
+            if any(AxisType.Auto in _types_of(x) for x in operands):
+                raise ValueError(
+                    "one operand is placed on the mesh with Explicit axes, the other was made "
+                    "by a product of operands that were not; work under jax.set_mesh(mesh), or "
+                    "place all operands on the mesh"
+                )
         else:
             mesh, explicit = _with_auto_axes(mesh), ()
     whole = _fully_manual(types, dict(_sizes(mesh)), plan)
@@ -183,6 +189,12 @@ def _fully_manual(types: dict[str, AxisType], sizes: dict[str, int], plan: GemmP
 
 def _axes_of(plan: GemmPlan) -> tuple[str, ...]:
     return (plan.row_axis, plan.col_axis, *plan.batch_axes)
+
+
+def _types_of(x: jax.Array) -> tuple[AxisType, ...]:
+    """The axis types of the mesh on which an operand has a type, if any."""
+    mesh = jax.typeof(x).sharding.mesh
+    return () if mesh.empty else mesh.axis_types
 
 
 def _with_auto_axes(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
