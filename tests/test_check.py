@@ -92,8 +92,20 @@ def test_one_and_two_dimensional_plans_do_not_mix():
 
 
 def test_negative_extents():
-    with pytest.raises(ValueError, match="extent m = -8 is negative"):
+    with pytest.raises(ValueError, match="extent m must be a natural number, got -8"):
         ms.check(ms.GemmPlan(), -8, 8, 8, MESH)
+    with pytest.raises(ValueError, match=r"extent k must be a natural number, got 8\.0"):
+        ms.legal_slice_counts(ms.GemmPlan(), 8, 8, 8.0, MESH)
+
+
+@pytest.mark.parametrize("shape", [(0, 2), (-1, -1), (2.0, 2), (2,), (2, 2, 2)], ids=str)
+def test_mesh_shapes_that_are_none(shape):
+    with pytest.raises(ValueError, match="mesh_shape must be two positive integers"):
+        ms.check(ms.GemmPlan(), 8, 8, 8, shape)
+    with pytest.raises(ValueError, match="mesh_shape must be two positive integers"):
+        ms.legal_slice_counts(ms.GemmPlan(), 8, 8, 8, shape)
+    with pytest.raises(ValueError, match="mesh_shape must be two positive integers"):
+        ms.schedule(GemmProblem(m=8, n=8, k=8), ms.GemmPlan(), shape)
 
 
 def test_legal_slice_counts():
@@ -251,6 +263,7 @@ class TestPlans:
                 ValueError,
                 "batch_axes holds 'row', an axis",
             ),
+            ({"batch_axes": ("d", "d")}, ValueError, "batch_axes names an axis twice"),
             ({"packets": 0}, ValueError, "packets must be at least 1, got 0"),
             ({"row_axis": "col"}, ValueError, "row_axis and col_axis are both 'col'"),
             ({"row_axis": 0}, TypeError, "row_axis must be a string, got 0"),

@@ -57,7 +57,7 @@ def test_without_libtpu_one_line_says_what_to_install(monkeypatch):
     found = call(*BASE)
     assert found.exit_code == 2
     (line,) = found.stderr.strip().splitlines()
-    assert "needs libtpu: pip install 'meshslice-jax[tpu]'" in line
+    assert "needs libtpu: pip install libtpu" in line
 
 
 def test_tables_files_and_totals(recorded, tmp_path):

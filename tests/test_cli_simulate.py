@@ -171,4 +171,4 @@ def test_a_plot_without_matplotlib_is_refused_before_any_work(plan, monkeypatch)
     monkeypatch.setattr(common.importlib.util, "find_spec", lambda name: None)
     result = simulate("--plan", plan, "--plot", "a.png")
     assert result.exit_code == 2
-    assert "--plot needs matplotlib: pip install 'meshslice-jax[plot]'" in result.output
+    assert "--plot needs matplotlib: pip install matplotlib" in result.output

@@ -174,6 +174,8 @@ SMALL = ("--model", "gpt3-125m", "--chips", 4)
         ((*SMALL, "--override", "qkv:speed=9"), "unknown fields speed; GemmPlan has algorithm"),
         ((*SMALL, "--override", "head:slice_count=2"), "overrides for unknown layers head"),
         ((*SMALL, "--out", "no/such/plan.json"), "there is no folder"),
+        ((*SMALL, "--out", "."), "is a folder; name a file in it"),
+        ((*SMALL, "--override", "qkv:batch_axes=d"), "batch_axes must be a tuple"),
     ],
 )
 def test_what_cannot_be_is_said_and_ends_with_exit_code_2(arguments, words):
@@ -222,3 +224,11 @@ print(result.exit_code, compat.jax_has_started(), "matplotlib" in sys.modules)
     call = [sys.executable, "-c", code]
     found = subprocess.run(call, capture_output=True, text=True, timeout=120)
     assert found.stdout.strip() == "0 False False", found.stderr
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_any_work(tmp_path, monkeypatch):
+    from meshslice_jax.cli import common
+
+    monkeypatch.setattr(common.os, "access", lambda *_: False)
+    with pytest.raises(ValueError, match=r"plan\.json cannot be written"):
+        common.check_outputs(tmp_path / "plan.json")

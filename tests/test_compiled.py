@@ -36,7 +36,7 @@ from meshslice_jax.plan import as_layer_plan
 
 live = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
-    reason="libtpu is not installed: pip install 'meshslice-jax[tpu]'",
+    reason="libtpu is not installed: pip install libtpu",
 )
 DATA = Path(__file__).parent / "data"
 V4 = parse_topology("v4:4x4")
@@ -109,7 +109,7 @@ def test_a_mesh_that_does_not_lie_on_a_torus():
 
 def test_without_libtpu_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(RuntimeError, match=r"pip install 'meshslice-jax\[tpu\]'"):
+    with pytest.raises(RuntimeError, match=r"pip install libtpu"):
         require_libtpu()
 
 

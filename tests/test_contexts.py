@@ -228,6 +228,30 @@ def test_operands_on_explicit_axes_and_results_of_others_do_not_mix_out_of_conte
         same([two_layers(placed)], [OUT @ np.ones((32, 16), np.int64)])
 
 
+def test_an_auto_mesh_for_operands_on_explicit_axes_of_the_same_devices():
+    plan = PLANS["ls"]
+    lhs = jax.device_put(LHS, NamedSharding(mesh_of("explicit"), P("row", "col")))
+    same(jax.jit(step(plan, mesh_of("auto")))(lhs, RHS))
+    with pytest.raises(ValueError, match="an operand is placed on a mesh with Explicit axes"):
+        ms.matmul(lhs, RHS, plan, mesh=ms.make_mesh((4, 2)))
+
+
+@pytest.mark.parametrize(
+    "types", ["EAA", "AEE", "AEA", "EEA"], ids=lambda types: f"data,row,col={types}"
+)
+def test_meshes_of_mixed_axis_types_in_context(types):
+    kinds = {"E": AxisType.Explicit, "A": AxisType.Auto}
+    mesh = jax.make_mesh((2, 2, 4), ("data", "row", "col"), tuple(kinds[t] for t in types))
+    with jax.set_mesh(mesh):
+        for plan in (PLANS["os"], dataclasses.replace(PLANS["ls"], batch_axes=("data",))):
+            same(jax.jit(step(plan))(LHS, RHS))
+
+
+def test_a_mesh_that_is_none():
+    with pytest.raises(TypeError, match=r"mesh must be a jax\.sharding\.Mesh, got \(2, 4\)"):
+        ms.matmul(LHS, RHS, PLANS["os"], mesh=(2, 4))
+
+
 def test_inside_a_shard_map_over_its_own_axes_is_refused():
     mesh = mesh_of("auto")
     with pytest.raises(ValueError, match=r"already manual over \['row', 'col'\]; call it outside"):
@@ -298,14 +322,11 @@ def test_scan_of_remat(dataflow, kind):
 
     wanted = jax.grad(functools.partial(loss, jnp.matmul), (0, 1))(LHS, weights)
     assert max(np.abs(x).max() for x in wanted) < 2**24
-    lhs = jax.device_put(LHS, NamedSharding(mesh, ms.placements(plan)[2]))
-    if dataflow == "rs" and kind == "explicit":
-        pytest.skip(
-            "rs gives an output placed otherwise than its lhs; a scan's carry may not change"
-        )
+    placed = jax.device_put(LHS, NamedSharding(mesh, ms.placements(plan)[2]))
     with jax.set_mesh(mesh):
         run = jax.jit(jax.grad(functools.partial(loss, lambda a, b: ms.matmul(a, b, plan)), (0, 1)))
-        same(run(lhs, weights), wanted)
+        same(run(LHS, weights), wanted)  # a carry that was never placed
+        same(run(placed, weights), wanted)
 
 
 @pytest.mark.parametrize("argument", [0, 1])

@@ -17,8 +17,12 @@ def test_factorisations_multiply_back(chips):
 
 
 def test_no_factorisations_of_nothing():
-    with pytest.raises(ValueError, match="num_chips must be at least 1, got 0"):
+    with pytest.raises(
+        ValueError, match="num_chips must be at least 1 and at most 16777216, got 0"
+    ):
         ms.factorisations(0)
+    with pytest.raises(ValueError, match="num_chips must be at least 1"):
+        ms.factorisations(10**30)
 
 
 def test_mesh_shapes_from_text():
@@ -45,3 +49,11 @@ def test_emulating_devices_after_jax_has_started():
     ms.emulate_devices(16)  # that many are there
     with pytest.raises(RuntimeError, match="already runs with 16 CPU devices and 17 are needed"):
         ms.emulate_devices(17)
+
+
+def test_a_flag_that_is_no_number(monkeypatch):
+    from meshslice_jax import mesh
+
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=many")
+    with pytest.raises(ValueError, match="which is not a number of devices"):
+        mesh._configured_devices()

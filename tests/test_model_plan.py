@@ -198,6 +198,9 @@ def test_plans_that_do_not_fit_together():
     axes = LayerPlan(forward=GemmPlan(row_axis="x"))
     with pytest.raises(ValueError, match="layer 'qkv' has the axes col, x"):
         plain(layers=dict.fromkeys(LAYERS, axes))
+    replicas = LayerPlan(forward=GemmPlan(batch_axes=("data",)))
+    with pytest.raises(ValueError, match=r"layer 'qkv' has batch_axes \('data',\)"):
+        plain(layers=dict.fromkeys(LAYERS, replicas))
     with pytest.raises(ValueError, match="num_chips must be a positive integer, got '16'"):
         plain(num_chips="16", batch=8)
 

@@ -333,7 +333,7 @@ def test_plots_are_written_with_their_data(rows, tmp_path):
 
 def test_plots_without_matplotlib_say_how_to_get_it(rows, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'meshslice-jax\[plot\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install matplotlib"):
         write_plots(rows, tmp_path, "tpu_v4_paper")
 
 

@@ -5,6 +5,7 @@ depends on the seed alone, and a larger jitter stretches the same draws.
 """
 
 import dataclasses
+import math
 
 import numpy as np
 
@@ -40,13 +41,14 @@ class Faults:
 
     def __post_init__(self):
         for field in ("product_jitter", "hop_jitter"):
-            if getattr(self, field) < 0:
+            value = getattr(self, field)
+            if not (value >= 0 and math.isfinite(value)):
                 raise ValueError(
                     f"Faults: {field} is a mean delay as a fraction of the time and cannot be "
-                    f"negative, got {getattr(self, field)}"
+                    f"negative, got {value}"
                 )
         for *_, factor in (*self.slow_chips, *self.slow_links):
-            if factor < 1:
+            if not (factor >= 1 and math.isfinite(factor)):
                 raise ValueError(
                     f"Faults: a factor says how many times as long things take and must be at "
                     f"least 1, got {factor}"

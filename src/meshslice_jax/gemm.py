@@ -25,7 +25,7 @@ from meshslice_jax.algorithms.base import Job, wire_dtype
 from meshslice_jax.dataflow import Contraction
 from meshslice_jax.plan import GemmPlan, LayerPlan, as_layer_plan
 from meshslice_jax.problem import ROLES, GemmProblem, accumulation_dtype, promoted_dtype
-from meshslice_jax.site import Site, find_site
+from meshslice_jax.site import Site, axes_in, find_site, spec_entry
 
 
 def placements(plan: GemmPlan | LayerPlan) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
@@ -42,13 +42,7 @@ def _spec(contraction: Contraction, plan: GemmPlan, batched: str, role: str) -> 
     names, entries = algorithms.axis_names(plan), []
     for label, axis in zip(contraction.indices(role), contraction.placement(role), strict=True):
         entries.append((plan.batch_axes if label == batched else ()) + names[axis])
-    return PartitionSpec(*(_entry(found) for found in entries))
-
-
-def _entry(names: tuple[str, ...]):
-    if not names:
-        return None
-    return names[0] if len(names) == 1 else names
+    return PartitionSpec(*(spec_entry(found) for found in entries))
 
 
 def matmul(
@@ -239,10 +233,10 @@ def _out_spec(call: _Call, lhs: jax.Array, rhs: jax.Array) -> PartitionSpec:
     entries = []
     for label, entry in zip(call.contraction.out, call.spec("out"), strict=True):
         source = "lhs" if label == "m" else "rhs"
-        used = {name for done in entries for name in _names(done)}
+        used = {name for done in entries for name in axes_in(done)}
         others = tuple(name for name in kept[source][label] if name not in used)
-        entries.append(_entry(others + _names(entry)))
-    return PartitionSpec(*entries)
+        entries.append(spec_entry(others + axes_in(entry)))
+    return call.site.on_explicit(PartitionSpec(*entries))
 
 
 def _names_by_label(call: _Call, x: jax.Array, role: str) -> dict[str, tuple[str, ...]]:
@@ -251,15 +245,9 @@ def _names_by_label(call: _Call, x: jax.Array, role: str) -> dict[str, tuple[str
     ours = {plan.row_axis, plan.col_axis, *plan.batch_axes}
     spec = jax.typeof(x).sharding.spec
     return {
-        label: tuple(name for name in _names(entry) if name not in ours)
+        label: tuple(name for name in axes_in(entry) if name not in ours)
         for label, entry in zip(call.contraction.indices(role), spec, strict=True)
     }
-
-
-def _names(entry) -> tuple[str, ...]:
-    if entry is None:
-        return ()
-    return entry if isinstance(entry, tuple) else (entry,)
 
 
 def _forward(call: _Call, lhs: jax.Array, rhs: jax.Array):

@@ -6,6 +6,7 @@ along them: "row" has `rows` chips (the ring within one mesh column), "col" has
 """
 
 import math
+import numbers
 import os
 from typing import NamedTuple
 
@@ -13,6 +14,9 @@ import jax
 import numpy as np
 
 from meshslice_jax import compat
+
+#: More chips than any machine has; keeps a mistyped number from being factorised for hours.
+MOST_CHIPS = 2**24
 
 
 class MeshShape(NamedTuple):
@@ -47,10 +51,25 @@ def parse_mesh_shape(text: str) -> MeshShape:
 
 def factorisations(num_chips: int) -> tuple[MeshShape, ...]:
     """All rows x cols with rows * cols = num_chips, by ascending rows."""
-    if num_chips < 1:
-        raise ValueError(f"num_chips must be at least 1, got {num_chips}")
-    rows = (r for r in range(1, num_chips + 1) if num_chips % r == 0)
+    if not 1 <= num_chips <= MOST_CHIPS:
+        raise ValueError(f"num_chips must be at least 1 and at most {MOST_CHIPS}, got {num_chips}")
+    small = [r for r in range(1, math.isqrt(num_chips) + 1) if num_chips % r == 0]
+    rows = sorted({*small, *(num_chips // r for r in small)})
     return tuple(MeshShape(r, num_chips // r) for r in rows)
+
+
+def checked_shape(shape: tuple[int, int]) -> MeshShape:
+    """`shape` as a MeshShape, if it is two positive integers.
+
+    Raises:
+      ValueError: it is not.
+    """
+    shape = tuple(shape)
+    if len(shape) != 2 or not all(
+        isinstance(size, numbers.Integral) and size >= 1 for size in shape
+    ):
+        raise ValueError(f"mesh_shape must be two positive integers (rows, cols), got {shape}")
+    return MeshShape(*shape)
 
 
 def make_mesh(
@@ -118,7 +137,10 @@ def _configured_devices() -> tuple[int, int]:
     """Device counts that JAX's configuration and XLA_FLAGS ask for, or 1."""
     flag = "--xla_force_host_platform_device_count="
     flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if f.startswith(flag)]
-    from_flags = int(flags[-1].removeprefix(flag)) if flags else 1
+    text = flags[-1].removeprefix(flag) if flags else "1"
+    if not text.isdecimal():
+        raise ValueError(f"XLA_FLAGS has {flags[-1]!r}, which is not a number of devices")
+    from_flags = int(text)
     from_config = jax.config.jax_num_cpu_devices
     if from_config > 0:  # wins over the flag
         return from_config, 1

@@ -137,6 +137,11 @@ class ModelPlan:
                     f"ModelPlan: layer {name!r} has the axes {', '.join(sorted(axes))}; the mesh "
                     "of a model plan has 'row' and 'col'"
                 )
+            if plan.forward.batch_axes:
+                raise ValueError(
+                    f"ModelPlan: layer {name!r} has batch_axes {plan.forward.batch_axes}; a model "
+                    "plan is of one replica, whoever runs it adds the mesh axis of the replicas"
+                )
             try:
                 algorithms.check_problem(plan, problems[name], view(plan.forward, self.mesh_shape))
             except ValueError as error:

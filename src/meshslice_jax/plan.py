@@ -114,6 +114,8 @@ def _dataflow(value) -> Dataflow:
 def _axes(field: str, value) -> tuple[str, ...]:
     if isinstance(value, str) or not all(isinstance(axis, str) for axis in value):
         raise TypeError(f"GemmPlan: {field} must be a tuple of axis names, got {value!r}")
+    if len(set(value)) < len(value):
+        raise ValueError(f"GemmPlan: {field} names an axis twice: {tuple(value)}")
     return tuple(value)
 
 

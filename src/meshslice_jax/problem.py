@@ -8,6 +8,7 @@ algorithm; those are the business of `dataflow` and `schedule`.
 
 import dataclasses
 import functools
+import numbers
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +60,12 @@ class GemmProblem:
     lhs_dtype: str = "float32"
     rhs_dtype: str = "float32"
     out_dtype: str = "float32"
+
+    def __post_init__(self):
+        for label in ("m", "n", "k"):
+            extent = getattr(self, label)
+            if not isinstance(extent, numbers.Integral) or extent < 0:
+                raise ValueError(f"extent {label} must be a natural number, got {extent!r}")
 
     @classmethod
     def uniform(cls, m: int, n: int, k: int, dtype: str = "float32") -> "GemmProblem":

@@ -125,7 +125,7 @@ class Schedule:
 
     def bytes_along(self, axis: str) -> float:
         """Bytes that one chip sends along "row" or "col"."""
-        return sum(b for (_, along), b in self.totals().bytes.items() if along == axis)
+        return float(sum(b for (_, along), b in self.totals().bytes.items() if along == axis))
 
     def totals(self) -> Totals:
         """FLOPs, bytes and operations summed over all steps."""

@@ -27,6 +27,20 @@ from meshslice_jax.mesh import MeshShape
 from meshslice_jax.plan import GemmPlan
 
 
+def axes_in(entry) -> tuple[str, ...]:
+    """The mesh axes that an entry of a PartitionSpec names."""
+    if entry is None:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+def spec_entry(names: tuple[str, ...]):
+    """The entry of a PartitionSpec for some mesh axes, the inverse of `axes_in`."""
+    if not names:
+        return None
+    return names[0] if len(names) == 1 else names
+
+
 @dataclasses.dataclass(frozen=True)
 class Site:
     """Where a product runs; static and hashable.
@@ -75,15 +89,26 @@ class Site:
         return lax.with_sharding_constraint(x, sharding) if traced else jax.device_put(x, sharding)
 
     def _typed(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """Gives an operand that was never placed a type on the Explicit mesh."""
-        if self.entered is None or AxisType.Explicit in _types_of(x):
-            return x
-        if isinstance(x, jax.core.Tracer):
-            return self.reshard(x, spec)
-        return jax.device_put(x, NamedSharding(self.entered, spec))
+        """An operand on Explicit axes: placed as it is, or as planned if it was never placed.
+
+        The reshard is there also where it changes nothing: it takes a cotangent of any
+        type, as a scan's carry has that is placed only after the first step.
+        """
+        if AxisType.Explicit in _types_of(x):
+            own = jax.typeof(x).sharding.spec
+            return self.reshard(x, own if any(entry is not None for entry in own) else spec)
+        if self.entered is not None and not isinstance(x, jax.core.Tracer):
+            return jax.device_put(x, NamedSharding(self.entered, spec))
+        return self.reshard(x, spec)
+
+    def on_explicit(self, spec: PartitionSpec) -> PartitionSpec:
+        """What a type on the Explicit axes can say of a placement."""
+        kept = (tuple(a for a in axes_in(entry) if a in self.explicit) for entry in spec)
+        return PartitionSpec(*(spec_entry(names) for names in kept))
 
     def reshard(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         """`x` with the type `spec` on the Explicit mesh."""
+        spec = self.on_explicit(spec)
         if self.entered is None:
             return jax.sharding.reshard(x, spec)
         return jax.sharding.reshard(x, NamedSharding(self.entered.abstract_mesh, spec))
@@ -107,6 +132,8 @@ def find_site(mesh: Mesh | AbstractMesh | None, plan: GemmPlan, operands: tuple)
       ValueError: no mesh at all, another mesh in context, axes that the mesh lacks, or
         axes over which the caller is already manual.
     """
+    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh, got {mesh!r}")
     in_context = not jax.sharding.get_abstract_mesh().empty
     mesh = _mesh_in_context(mesh) if in_context else (mesh or compat.legacy_context_mesh())
     if mesh is None:
@@ -114,6 +141,8 @@ def find_site(mesh: Mesh | AbstractMesh | None, plan: GemmPlan, operands: tuple)
             "no mesh: pass mesh=, or call under jax.set_mesh(mesh) "
             f"(axes {plan.row_axis!r} and {plan.col_axis!r} are needed)"
         )
+    if not in_context:
+        mesh = _as_operands_see_it(mesh, operands)
     types = _checked_axis_types(mesh, plan)
     explicit = tuple(axis for axis in types if types[axis] == AxisType.Explicit)
     entered = None
@@ -138,6 +167,21 @@ def find_site(mesh: Mesh | AbstractMesh | None, plan: GemmPlan, operands: tuple)
         entered=entered,
         platform=compat.platform_of(mesh),
     )
+
+
+def _as_operands_see_it(mesh: Mesh | AbstractMesh, operands: tuple) -> Mesh | AbstractMesh:
+    """An Auto mesh with the axis types that operands have on the same devices."""
+    for x in operands:
+        seen = jax.typeof(x).sharding.mesh
+        if AxisType.Explicit in _types_of(x) and seen.axis_types != mesh.axis_types:
+            if _sizes(seen) != _sizes(mesh):
+                raise ValueError(
+                    f"mesh= has axes {dict(_sizes(mesh))}, but an operand is placed on a mesh "
+                    f"with Explicit axes {dict(_sizes(seen))}; pass that mesh"
+                )
+            if isinstance(mesh, Mesh):
+                return Mesh(mesh.devices, mesh.axis_names, axis_types=seen.axis_types)
+    return mesh
 
 
 def _mesh_in_context(given: Mesh | AbstractMesh | None) -> AbstractMesh:

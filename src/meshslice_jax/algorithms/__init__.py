@@ -12,7 +12,7 @@ from meshslice_jax.algorithms.meshslice import MESHSLICE
 from meshslice_jax.algorithms.summa import SUMMA
 from meshslice_jax.algorithms.tp1d import TP1D
 from meshslice_jax.algorithms.wang import WANG
-from meshslice_jax.mesh import MeshShape, factorisations
+from meshslice_jax.mesh import MeshShape, checked_shape, factorisations
 from meshslice_jax.plan import GemmPlan, LayerPlan, as_layer_plan
 from meshslice_jax.problem import GemmProblem
 from meshslice_jax.schedule import Schedule
@@ -64,7 +64,7 @@ def schedule(problem: GemmProblem, plan: GemmPlan, mesh_shape: tuple[int, int]) 
     Raises:
       ValueError: the product cannot run as planned.
     """
-    shape = MeshShape(*mesh_shape)
+    shape = checked_shape(mesh_shape)
     if found := find_faults(problem, plan, shape):
         raise ValueError(_message(problem, plan, shape, found))
     return algorithm_of(plan).schedule(problem, plan, shape)
@@ -94,7 +94,7 @@ def check(plan: GemmPlan | LayerPlan, m: int, n: int, k: int, mesh_shape: tuple[
       ValueError: it does not; the message names every matrix, dimension, size and
         mesh axis at fault, and slice counts, mesh shapes and algorithms that fit.
     """
-    check_problem(as_layer_plan(plan), GemmProblem(m=m, n=n, k=k), MeshShape(*mesh_shape))
+    check_problem(as_layer_plan(plan), GemmProblem(m=m, n=n, k=k), checked_shape(mesh_shape))
 
 
 def check_problem(plan: LayerPlan, problem: GemmProblem, shape: MeshShape) -> None:
@@ -107,9 +107,6 @@ def check_problem(plan: LayerPlan, problem: GemmProblem, shape: MeshShape) -> No
             f"{algorithm.name} ({algorithm.summary}) has no forward product with dataflow "
             f"{forward.dataflow.value!r}; it has {legal}"
         )
-    for label in "mnk":
-        if problem.extent(label) < 0:
-            raise ValueError(f"extent {label} = {problem.extent(label)} is negative")
     for name, part in layer_problems(problem, forward).items():
         part_plan = getattr(plan, name)
         if axis_names(part_plan) != axis_names(forward):
@@ -133,7 +130,7 @@ def legal_slice_counts(
 
     Args: as for `check`; the plan's own slice_count is ignored.
     """
-    problem, shape = GemmProblem(m=m, n=n, k=k), MeshShape(*mesh_shape)
+    problem, shape = GemmProblem(m=m, n=n, k=k), checked_shape(mesh_shape)
     return _legal_slice_counts(problem, plan, shape)
 
 

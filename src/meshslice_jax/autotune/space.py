@@ -102,7 +102,7 @@ def _narrowed(name: str, space: LayerSpace, given) -> LayerSpace:
     if isinstance(given, GemmPlan):
         given = LayerPlan(forward=given)
     if isinstance(given, LayerPlan):
-        _check_axes(name, given.forward.row_axis, given.forward.col_axis)
+        _check_axes(name, given.forward)
         return LayerSpace(
             pins=tuple(_pins(getattr(given, part)) for part in PASSES),
             dataflows=(given.forward.dataflow,),
@@ -126,7 +126,7 @@ def _narrowed_by_fields(name: str, space: LayerSpace, given: dict[str, object]) 
     swapped = given.get("row_axis") == "col" or given.get("col_axis") == "row"
     axes = {"row_axis": "col", "col_axis": "row"} if swapped else {}
     checked = GemmPlan(**(axes | given))
-    _check_axes(name, checked.row_axis, checked.col_axis)
+    _check_axes(name, checked)
     if checked.algorithm not in ALGORITHMS:
         raise ValueError(
             f"tune: the override of layer {name!r} has the unknown algorithm "
@@ -146,11 +146,12 @@ def _narrowed_by_fields(name: str, space: LayerSpace, given: dict[str, object]) 
     )
 
 
-def _check_axes(name: str, row_axis: str, col_axis: str) -> None:
-    if {row_axis, col_axis} != {"row", "col"}:
+def _check_axes(name: str, plan: GemmPlan) -> None:
+    if {plan.row_axis, plan.col_axis} != {"row", "col"} or plan.batch_axes:
         raise ValueError(
-            f"tune: the override of layer {name!r} has the axes {row_axis!r} and {col_axis!r}; "
-            "the mesh has 'row' and 'col'"
+            f"tune: the override of layer {name!r} has the axes {plan.row_axis!r}, "
+            f"{plan.col_axis!r} and batch_axes {plan.batch_axes}; the mesh of one replica has "
+            "'row' and 'col' and nothing else"
         )
 
 

@@ -44,10 +44,10 @@ def say(console: Console, text: str, style: str | None = None) -> None:
 
 @contextlib.contextmanager
 def usage_errors() -> Iterator[None]:
-    """Turns a ValueError or RuntimeError inside into a message and exit code 2."""
+    """Turns an error of the caller's making into a message and exit code 2."""
     try:
         yield
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:
         say(stderr(), f"error: {error}", style="red")
         raise typer.Exit(2) from error
 
@@ -84,14 +84,20 @@ def check_outputs(*paths: Path | None, draws: bool = False) -> None:
       draws: whether a plot was asked for.
 
     Raises:
-      ValueError: a folder that is not there.
+      ValueError: a folder that is not there, or a path that cannot be written.
       RuntimeError: matplotlib is not installed.
     """
     for path in paths:
-        if path is not None and not path.absolute().parent.is_dir():
+        if path is None:
+            continue
+        if not path.absolute().parent.is_dir():
             raise ValueError(f"{path}: there is no folder {path.absolute().parent}")
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder; name a file in it")
+        if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+            raise ValueError(f"{path} cannot be written")
     if draws and importlib.util.find_spec("matplotlib") is None:
-        raise RuntimeError("--plot needs matplotlib: pip install 'meshslice-jax[plot]'")
+        raise RuntimeError("--plot needs matplotlib: pip install matplotlib")
 
 
 def refuse_choices(context: typer.Context, names: Sequence[str]) -> None:

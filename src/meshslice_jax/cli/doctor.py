@@ -27,15 +27,15 @@ PACKAGES = (
 #: Command -> (packages that it needs, platform whose devices it needs, how to get them).
 NEEDS = {
     "bench": (("jax", "jaxlib", "numpy", "msgspec"), "cpu", "pip install meshslice-jax"),
-    "bench --plot": (("matplotlib",), None, "pip install 'meshslice-jax[plot]'"),
-    "bench --platform tpu": (("libtpu",), "tpu", "pip install 'meshslice-jax[tpu]' on a TPU VM"),
+    "bench --plot": (("matplotlib",), None, "pip install matplotlib"),
+    "bench --platform tpu": (("libtpu",), "tpu", "pip install libtpu on a TPU VM"),
     "bench --platform gpu": ((), "gpu", "a JAX built for the GPU, see jax.dev"),
     "tune": (("jax", "numpy", "msgspec"), None, "pip install meshslice-jax"),
     "simulate, reproduce": (("jax", "numpy", "msgspec"), None, "pip install meshslice-jax"),
     "simulate --plot, reproduce --plot": (
         ("matplotlib",),
         None,
-        "pip install 'meshslice-jax[plot]'",
+        "pip install matplotlib",
     ),
 }
 

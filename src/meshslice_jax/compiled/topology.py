@@ -23,7 +23,7 @@ from meshslice_jax.hardware import HARDWARE, HardwareSpec
 from meshslice_jax.mesh import MeshShape
 
 #: What to do where the compiler is not there.
-INSTALL = "compiling for a TPU topology needs libtpu: pip install 'meshslice-jax[tpu]'"
+INSTALL = "compiling for a TPU topology needs libtpu: pip install libtpu"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ def write_plots(rows: Iterable[Row], directory: str | os.PathLike, profile: str)
         figure = importlib.import_module("matplotlib.figure")
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
-            "plots need matplotlib: pip install 'meshslice-jax[plot]', or leave the plot option out"
+            "plots need matplotlib: pip install matplotlib, or leave the plot option out"
         ) from None
     rows, folder = list(rows), pathlib.Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
