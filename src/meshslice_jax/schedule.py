@@ -141,6 +141,18 @@ class Schedule:
         return Totals(flops=flops, bytes=dict(bytes_), ops=dict(ops))
 
 
+def pipelined(
+    ahead: tuple[Transfer, ...], behind: tuple[Transfer, ...], product: Product, count: int
+) -> tuple[tuple[Step, int], ...]:
+    """`count` products, moves of inputs one step ahead of them, those of the output one behind."""
+    return sequence(
+        (Step(transfers=ahead), 1),
+        (Step(transfers=ahead + behind, product=product), count - 1),
+        (Step(product=product), 1),
+        (Step(transfers=behind), 1),
+    )
+
+
 def sequence(*entries: tuple[Step, int]) -> tuple[tuple[Step, int], ...]:
     """Schedule steps without those that are empty or repeat zero times."""
     return tuple(

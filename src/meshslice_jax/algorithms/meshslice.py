@@ -32,7 +32,7 @@ from meshslice_jax.algorithms.base import (
 from meshslice_jax.mesh import MeshShape
 from meshslice_jax.plan import GemmPlan
 from meshslice_jax.problem import GemmProblem
-from meshslice_jax.schedule import Schedule, Step, sequence
+from meshslice_jax.schedule import Schedule, pipelined
 
 
 def kernel(lhs: jax.Array, rhs: jax.Array, job: Job) -> jax.Array:
@@ -140,12 +140,7 @@ def schedule(problem: GemmProblem, plan: GemmPlan, shape: MeshShape) -> Schedule
     product = local_product(problem, plan, shape, count)
     held = min(count, 2)
     return Schedule(
-        steps=sequence(
-            (Step(transfers=ahead), 1),
-            (Step(transfers=ahead + behind, product=product), count - 1),
-            (Step(product=product), 1),
-            (Step(transfers=behind), 1),
-        ),
+        steps=pipelined(ahead, behind, product, count),
         **memory(
             problem,
             plan,

@@ -30,7 +30,7 @@ from meshslice_jax.dataflow import Mover
 from meshslice_jax.mesh import MeshShape
 from meshslice_jax.plan import GemmPlan
 from meshslice_jax.problem import GemmProblem
-from meshslice_jax.schedule import Schedule, Step, Transfer, sequence
+from meshslice_jax.schedule import Schedule, Transfer, pipelined
 
 
 def kernel(lhs: jax.Array, rhs: jax.Array, job: Job) -> jax.Array:
@@ -144,12 +144,7 @@ def schedule(problem: GemmProblem, plan: GemmPlan, shape: MeshShape) -> Schedule
     product = local_product(problem, plan, shape, steps)
     held = min(steps, 2)
     return Schedule(
-        steps=sequence(
-            (Step(transfers=ahead), 1),
-            (Step(transfers=ahead + behind, product=product), steps - 1),
-            (Step(product=product), 1),
-            (Step(transfers=behind), 1),
-        ),
+        steps=pipelined(ahead, behind, product, steps),
         **memory(
             problem,
             plan,
