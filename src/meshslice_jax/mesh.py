@@ -104,10 +104,10 @@ def make_mesh(
             f"a {text} mesh needs {needed} devices and there are {len(devices)} "
             f"({devices[0].platform}); on CPU call ms.emulate_devices({needed}) first"
         )
-    devices = devices[:needed]
+    devices, auto = devices[:needed], (jax.sharding.AxisType.Auto,) * len(shape)
     if devices[0].platform == "cpu":
-        return jax.sharding.Mesh(np.asarray(devices).reshape(shape), axis_names)
-    auto = (jax.sharding.AxisType.Auto,) * len(shape)
+        grid = np.asarray(devices).reshape(shape)
+        return jax.sharding.Mesh(grid, axis_names, axis_types=auto)
     return jax.make_mesh(shape, axis_names, axis_types=auto, devices=devices)
 
 

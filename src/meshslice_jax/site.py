@@ -242,9 +242,10 @@ def _types_of(x: jax.Array) -> tuple[AxisType, ...]:
 
 
 def _with_auto_axes(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+    auto = (AxisType.Auto,) * len(mesh.axis_names)  # the defaults differ between versions
     if isinstance(mesh, Mesh):
-        return Mesh(mesh.devices, mesh.axis_names)
-    return AbstractMesh(mesh.axis_sizes, mesh.axis_names)
+        return Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
+    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=auto)
 
 
 def _sizes(mesh: Mesh | AbstractMesh) -> tuple[tuple[str, int], ...]:
