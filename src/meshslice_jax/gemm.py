@@ -215,6 +215,8 @@ def _kernel(call: _Call, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         wire_dtype=wire,
         out_dtype=wire if summed else call.out_dtype,
         precision=call.precision,
+        # XLA:CPU (jaxlib 0.12) refuses some bfloat16 x bfloat16 = float32 products.
+        widened=site.platform == "cpu",
         rolled=plan.loop == "rolled" or (plan.loop == "auto" and site.platform != "tpu"),
     )
     with jax.named_scope(f"{plan.algorithm}/{plan.dataflow.value}"):

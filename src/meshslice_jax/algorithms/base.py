@@ -36,6 +36,7 @@ class Job:
       wire_dtype: dtype in which partial sums travel between chips.
       out_dtype: dtype of the result.
       precision: `lax.dot_general`'s precision for local products.
+      widened: whether 16-bit operands are widened for the local product.
       rolled: whether slices run in a loop rather than unrolled.
     """
 
@@ -47,6 +48,7 @@ class Job:
     wire_dtype: str
     out_dtype: str
     precision: object = None
+    widened: bool = False
     rolled: bool = False
 
     def axis(self, name: str) -> Axis:
@@ -65,6 +67,8 @@ class Job:
         """The local product, in the accumulation dtype and `out`'s storage order."""
         first, second, numbers = self.contraction.dimension_numbers()
         operands, precision = {"lhs": lhs, "rhs": rhs}, self.precision
+        if self.widened:
+            operands = {role: _widened(x, self.accum_dtype) for role, x in operands.items()}
         if first == "rhs" and isinstance(precision, tuple):
             precision = precision[::-1]
         with jax.named_scope("product"):
@@ -87,6 +91,11 @@ class Job:
             wire = partial.astype(self.wire_dtype)
             summed = collectives.reduce_scatter(wire, self.axis(mover.axis), mover.dim)
             return summed.astype(self.out_dtype)
+
+
+def _widened(x: jax.Array, dtype: str) -> jax.Array:
+    """A 16-bit float operand in the accumulation dtype, which holds it exactly."""
+    return x.astype(dtype) if x.dtype.name in ("bfloat16", "float16") else x
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
