@@ -7,12 +7,17 @@ import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported: no look for accelerators
 
+import hypothesis
 import jax
 
 NUM_DEVICES = 16
 
 jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# A busy machine is no failure: examples have no deadline.
+hypothesis.settings.register_profile("tests", deadline=None)
+hypothesis.settings.load_profile("tests")
 
 
 def pytest_sessionstart(session):
