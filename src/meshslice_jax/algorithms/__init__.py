@@ -48,9 +48,7 @@ def find_faults(problem: GemmProblem, plan: GemmPlan, mesh_shape: MeshShape) -> 
     found = divisibility_faults(
         problem, plan, algorithm.view(plan, shape), algorithm.axis_names(plan)
     )
-    if not found or algorithm.name == "cannon":
-        found += algorithm.faults(problem, plan, shape)
-    return found
+    return found + algorithm.faults(problem, plan, shape)
 
 
 def schedule(problem: GemmProblem, plan: GemmPlan, mesh_shape: tuple[int, int]) -> Schedule:

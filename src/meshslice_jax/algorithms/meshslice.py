@@ -119,6 +119,8 @@ def faults(problem: GemmProblem, plan: GemmPlan, shape: MeshShape) -> list[str]:
     """Slices that do not cut the local streamed extents of both moving matrices."""
     extent, label = streamed_extent(problem, plan, shape), plan.contraction.streamed
     block = plan.block_size or 1
+    if any(problem.extent(label) % size for size in shape):
+        return []  # no local extents to cut; the divisibility fault says so
     if extent % (plan.slice_count * block) == 0:
         return []
     movers = ", ".join(
