@@ -13,6 +13,7 @@ from meshslice_jax.compiled import compiler_options as compiler_options
 from meshslice_jax.cost import CostBreakdown as CostBreakdown
 from meshslice_jax.cost import seconds as seconds
 from meshslice_jax.dataflow import Dataflow as Dataflow
+from meshslice_jax.dot_general import dot_general as dot_general
 from meshslice_jax.faults import Faults as Faults
 from meshslice_jax.gemm import matmul as matmul
 from meshslice_jax.gemm import placements as placements

@@ -90,7 +90,7 @@ def matmul(
         out_dtype=_out_dtype(lhs, rhs, preferred_element_type),
     )
     site = find_site(mesh, plan.forward, (lhs, rhs))
-    algorithms.check_problem(plan, _of_one_replica(problem, plan, site), site.shape(plan.forward))
+    check_at(site, plan, problem)
     call = _Call(
         contraction=plan.forward.contraction,
         batched="m",
@@ -107,8 +107,22 @@ def matmul(
     return site.reshard(out, jax.typeof(out).sharding.spec) if site.explicit else out
 
 
-def _of_one_replica(problem: GemmProblem, plan: LayerPlan, site: Site) -> GemmProblem:
-    replicas = site.replicas(plan.forward)
+def check_at(site: Site, plan: LayerPlan, problem: GemmProblem) -> None:
+    """Returns if a product and its gradients run as planned where they are called.
+
+    Raises:
+      ValueError: they do not; see `check`.
+    """
+    one = of_one_replica(problem, plan, site.replicas(plan.forward))
+    algorithms.check_problem(plan, one, site.shape(plan.forward))
+
+
+def of_one_replica(problem: GemmProblem, plan: LayerPlan, replicas: int) -> GemmProblem:
+    """The part of a product that each of its data-parallel replicas runs.
+
+    Raises:
+      ValueError: the replicas do not share m evenly.
+    """
     if problem.m % replicas:
         names = "*".join(plan.forward.batch_axes)
         raise ValueError(
@@ -209,6 +223,7 @@ def _kernel(call: _Call, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     summed = plan.batch_axes if call.batched == "k" else ()
     job = Job(
         contraction=inner,
+        stored=call.contraction,
         plan=plan,
         row=site.axis(names["row"]),
         col=site.axis(names["col"]),
@@ -221,13 +236,14 @@ def _kernel(call: _Call, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         rolled=plan.loop == "rolled" or (plan.loop == "auto" and site.platform != "tpu"),
     )
     with jax.named_scope(f"{plan.algorithm}/{plan.dataflow.value}"):
-        lhs = lhs if inner.lhs == call.contraction.lhs else lhs.T
-        rhs = rhs if inner.rhs == call.contraction.rhs else rhs.T
-        out = algorithms.algorithm_of(plan).kernel(lhs, rhs, job)
+        algorithm = algorithms.algorithm_of(plan)
+        if not algorithm.turns_slices:
+            lhs, rhs = job.turned(lhs, "lhs"), job.turned(rhs, "rhs")
+        out = algorithm.kernel(lhs, rhs, job)
         if summed:
             with jax.named_scope("batch"):
                 out = lax.psum(out, summed).astype(call.out_dtype)
-        return out if inner.out == call.contraction.out else out.T
+        return job.turned(out, "out")
 
 
 def _out_spec(call: _Call, lhs: jax.Array, rhs: jax.Array) -> PartitionSpec:

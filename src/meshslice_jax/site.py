@@ -41,6 +41,11 @@ def spec_entry(names: tuple[str, ...]):
     return names[0] if len(names) == 1 else names
 
 
+def spec_of(spec: PartitionSpec) -> PartitionSpec:
+    """A PartitionSpec with its entries in the form that `spec_entry` gives them."""
+    return PartitionSpec(*(spec_entry(axes_in(entry)) for entry in spec))
+
+
 @dataclasses.dataclass(frozen=True)
 class Site:
     """Where a product runs; static and hashable.
@@ -86,6 +91,32 @@ class Site:
         if self.mesh is None:
             return lax.with_sharding_constraint(x, spec) if traced else x
         sharding = NamedSharding(self.mesh, spec)
+        return lax.with_sharding_constraint(x, sharding) if traced else jax.device_put(x, sharding)
+
+    def put(self, x: jax.Array, sharding: NamedSharding | PartitionSpec) -> jax.Array:
+        """Puts a result where the caller wants it, whatever the plan says.
+
+        Raises:
+          ValueError: a sharding of another mesh, or one that does not fit the result.
+          NotImplementedError: one that names Auto axes of a mesh with Explicit ones.
+        """
+        spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+        if isinstance(sharding, NamedSharding) and _sizes(sharding.mesh) != self.sizes:
+            raise ValueError(
+                f"out_sharding is on a mesh with axes {dict(_sizes(sharding.mesh))}, but the "
+                f"product runs on {dict(self.sizes)}"
+            )
+        if self.explicit:
+            if self.on_explicit(spec) != spec_of(spec):
+                raise NotImplementedError(
+                    f"out_sharding={spec} names axes that are not Explicit; of this mesh only "
+                    f"{', '.join(map(repr, self.explicit))} are"
+                )
+            return self.reshard(x, spec)
+        if self.mesh is None:
+            return lax.with_sharding_constraint(x, spec)
+        sharding = NamedSharding(self.mesh, spec)
+        traced = isinstance(x, jax.core.Tracer)
         return lax.with_sharding_constraint(x, sharding) if traced else jax.device_put(x, sharding)
 
     def _typed(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:

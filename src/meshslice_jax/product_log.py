@@ -1,0 +1,96 @@
+"""What became of the products of a model, told while it is traced.
+
+A product that is injected into somebody else's layer knows its shapes but not its layer,
+and whoever asks what ran (`nn.explain`) does not hold the product. Both meet here:
+
+    with recording() as log:                     # explain
+        with layer("decoder/0/query"):           # whoever calls the layer
+            record(Product(...))                 # the product itself
+
+Nothing is global: log and layer are a context of the current thread, and part of the key
+of JAX's tracing caches, so that a function which was traced before is traced again under a
+new log. Without a log nothing is recorded and no cache is missed.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+
+from meshslice_jax.mesh import MeshShape
+from meshslice_jax.plan import LayerPlan
+from meshslice_jax.problem import GemmProblem
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Product:
+    """One product that was traced, and what became of it.
+
+    Attributes:
+      layer: the layer's path, or "" where nobody named one.
+      lhs_shape: global shape of lhs as it was passed.
+      rhs_shape: global shape of rhs.
+      out_shape: global shape of the result.
+      problem: the product as it runs, padded, over all replicas; None if it is not one
+        matrix product.
+      plan: the plan on which it runs; None where it runs as `lax.dot_general`.
+      mesh_shape: sizes of the plan's row and col axis; None without a plan.
+      replicas: data-parallel replicas that share m.
+      trimmed: extents (m, n, k) before padding, if it was padded.
+      reason: why it does not run on a plan; None where it does.
+      chosen: whether somebody asked for the dense product (a rule), so that it is no
+        fallback.
+    """
+
+    layer: str = ""
+    lhs_shape: tuple[int, ...]
+    rhs_shape: tuple[int, ...]
+    out_shape: tuple[int, ...]
+    problem: GemmProblem | None = None
+    plan: LayerPlan | None = None
+    mesh_shape: MeshShape | None = None
+    replicas: int = 1
+    trimmed: tuple[int, int, int] | None = None
+    reason: str | None = None
+    chosen: bool = False
+
+
+class _Log:
+    """A list of products that is compared by identity, as a key of caches."""
+
+    def __init__(self):
+        self.products: list[Product] = []
+
+
+#: (log, layer) while somebody records, else None.
+_current = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Product]]:
+    """Collects the products that are traced inside, in order; yields the list."""
+    log = _Log()
+    with _current((log, "")):
+        yield log.products
+
+
+@contextlib.contextmanager
+def layer(path: str) -> Iterator[None]:
+    """Names the layer of the products traced inside, and of the errors that they raise."""
+    found = _current.value
+    try:
+        with contextlib.nullcontext() if found is None else _current((found[0], path)):
+            yield
+    except (ValueError, NotImplementedError) as error:
+        note = f"in layer {path!r}"
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+        raise
+
+
+def record(product: Product) -> None:
+    """Adds a product to the log in context, if there is one."""
+    if _current.value is not None:
+        log, path = _current.value
+        log.products.append(dataclasses.replace(product, layer=product.layer or path))
