@@ -3,8 +3,12 @@
 Tested with jax 0.10 and 0.12.
 """
 
+import os
+
 import jax
+from jax._src import clusters as _clusters
 from jax._src import core as _core
+from jax._src import distributed as _distributed
 from jax._src import mesh as _mesh
 from jax._src import xla_bridge as _xla_bridge
 
@@ -43,3 +47,41 @@ def platform_of(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> str:
 def jax_has_started() -> bool:
     """Whether JAX already holds its devices, so that their number is fixed."""
     return _xla_bridge.backends_are_initialized()
+
+
+def has_joined() -> bool:
+    """Whether this process is one of several that `jax.distributed` has joined."""
+    return _distributed.global_state.client is not None
+
+
+def process_id() -> int:
+    """This process's number; unlike `jax.process_index` it starts no device."""
+    return _distributed.global_state.process_id or 0
+
+
+def num_processes() -> int:
+    """The number of joined processes; unlike `jax.process_count` it starts no device."""
+    return _distributed.global_state.num_processes or 1
+
+
+def cluster_name() -> str | None:
+    """The cluster that `jax.distributed.initialize()` would find by itself, or None."""
+    if "JAX_COORDINATOR_ADDRESS" in os.environ:
+        return "JAX_COORDINATOR_ADDRESS"
+    kinds = (kind for kind in _clusters.ClusterEnv._cluster_types if not kind.opt_in_only_method)
+    return next((kind.__name__ for kind in kinds if kind.is_env_present()), None)
+
+
+def put_text(key: str, text: str) -> None:
+    """Stores text with the coordinator of `jax.distributed`; a key is used once."""
+    _distributed.global_state.client.key_value_set(key, text)
+
+
+def get_text(key: str, timeout_s: float) -> str:
+    """Text that a process has stored; waits for it, RuntimeError after `timeout_s`."""
+    return _distributed.global_state.client.blocking_key_value_get(key, int(timeout_s * 1e3))
+
+
+def wait_at_barrier(key: str, timeout_s: float) -> None:
+    """Waits for all processes; RuntimeError, which names those that miss, after `timeout_s`."""
+    _distributed.global_state.client.wait_at_barrier(key, int(timeout_s * 1e3))

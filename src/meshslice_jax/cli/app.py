@@ -5,9 +5,11 @@ from typing import Annotated
 import typer
 
 import meshslice_jax
+from meshslice_jax import distributed
 from meshslice_jax.cli.bench import bench
 from meshslice_jax.cli.compile import compile_
 from meshslice_jax.cli.doctor import doctor
+from meshslice_jax.cli.launch import launch
 from meshslice_jax.cli.reproduce import reproduce
 from meshslice_jax.cli.simulate import simulate
 from meshslice_jax.cli.tune import tune
@@ -26,6 +28,7 @@ app.command()(tune)
 app.command()(simulate)
 app.command()(reproduce)
 app.command("compile")(compile_)
+app.command()(launch)
 
 
 def _print_version(wanted: bool) -> None:
@@ -45,4 +48,9 @@ def root(
 
 def main() -> None:
     """Entry point of the `meshslice` script."""
-    app()
+    try:
+        app()
+    except SystemExit as end:
+        if end.code:
+            distributed.fail()
+        raise
