@@ -5,6 +5,7 @@ An `Axis` is a direction of the mesh with its mesh axis names (several when the
 here is static. No move is ever traced over an axis of size 1.
 
     gather, reduce_scatter   the collectives
+    all_to_all               every chip sends each other one its part
     shift                    every chip sends to a neighbour on the ring
     broadcast, reduce        a chain of neighbour sends from or to one chip
     skew                     Cannon's alignment, one permute over both axes
@@ -50,11 +51,24 @@ def reduce_scatter(x: jax.Array, axis: Axis, dim: int) -> jax.Array:
     return lax.psum_scatter(x, axis.names, scatter_dimension=dim, tiled=True)
 
 
-def shift(x: jax.Array, axis: Axis, by: int) -> jax.Array:
-    """Sends `x` to the chip `by` further along the ring."""
+def all_to_all(x: jax.Array, axis: Axis, dim: int, group: int) -> jax.Array:
+    """Exchanges parts of dimension `dim` among every `group` neighbours along `axis`.
+
+    Part i goes to the i-th chip of the group; what arrives is in the order of its senders.
+    """
+    groups = None
+    if group < axis.size:
+        groups = tuple(
+            tuple(range(first, first + group)) for first in range(0, axis.size, group)
+        )
+    return lax.all_to_all(x, axis.names, dim, dim, axis_index_groups=groups, tiled=True)
+
+
+def shift(x: jax.Array, axis: Axis, by: int, stride: int = 1) -> jax.Array:
+    """Sends `x` to the chip `by` strides further along the ring."""
     if axis.size == 1:
         return x
-    pairs = tuple((i, (i + by) % axis.size) for i in range(axis.size))
+    pairs = tuple((i, (i + by * stride) % axis.size) for i in range(axis.size))
     return _permute(x, axis, pairs)
 
 

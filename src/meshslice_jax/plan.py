@@ -15,7 +15,8 @@ from meshslice_jax.dataflow import Contraction, Dataflow
 
 _CHOICES = {
     "reduce_dtype": ("float32", "output"),
-    "reduce_scatter": ("native",),
+    "reduce_scatter": ("native", "ring", "all_to_all"),
+    "gather_order": ("free", "ordered"),
     "loop": ("auto", "unrolled", "rolled"),
     "ring": ("row", "col"),
     "split": ("column", "row"),
@@ -42,7 +43,13 @@ class GemmPlan:
       reduce_dtype: what a reduce-scatter carries between chips: "float32" (the
         accumulation dtype; rounded once) or "output" (the output's dtype, half
         the bytes for bfloat16, rounded per hop).
-      reduce_scatter: form of the reduce-scatter; "native" is the collective.
+      reduce_scatter: form of the reduce-scatter (MeshSlice, Wang): "native" is the
+        collective, "ring" fuses chains of sends into the products, "all_to_all" exchanges
+        and sums; see `algorithms.scatter`.
+      scatter_group: with reduce_scatter="ring", chips of the scattered axis that all-to-all
+        among themselves while the ring runs over the groups; 1 is a ring of all chips.
+      gather_order: "ordered" lets the gather of a slice start only when that of the slice
+        before has arrived; "free" leaves it to the compiler (MeshSlice).
       loop: how slices are run: "unrolled", "rolled" (one loop body), or "auto":
         unrolled for TPUs, rolled elsewhere (MeshSlice).
       ring: the axis whose collective becomes a ring of neighbour sends (Wang).
@@ -61,6 +68,8 @@ class GemmPlan:
     batch_axes: tuple[str, ...] = ()
     reduce_dtype: str = "float32"
     reduce_scatter: str = "native"
+    scatter_group: int = 1
+    gather_order: str = "free"
     loop: str = "auto"
     ring: str = "col"
     split: str = "column"
@@ -83,6 +92,7 @@ class GemmPlan:
             raise ValueError(f"GemmPlan: batch_axes holds {twice.pop()!r}, an axis of the product")
         _positive("slice_count", self.slice_count)
         _positive("packets", self.packets)
+        _positive("scatter_group", self.scatter_group)
         if self.block_size is not None:
             _positive("block_size", self.block_size)
 

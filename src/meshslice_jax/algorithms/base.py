@@ -112,6 +112,7 @@ class Algorithm:
         flattens the whole mesh, or None.
       forward_dataflows: dataflows that make sense as a forward product.
       options: fields of a plan, beyond the common ones, that it reads.
+      cuts: whether it cuts what moves into pieces, which wants the streamed index first.
     """
 
     name: str
@@ -122,6 +123,7 @@ class Algorithm:
     flatten: Callable[[GemmPlan], str | None] = lambda plan: None
     forward_dataflows: tuple[Dataflow, ...] = tuple(Dataflow)
     options: tuple[str, ...] = ()
+    cuts: bool = True
 
     def axis_names(self, plan: GemmPlan) -> dict[str, tuple[str, ...]]:
         """Mesh axis names of "row" and "col" as this algorithm sees the mesh."""

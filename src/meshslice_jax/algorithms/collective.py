@@ -57,4 +57,5 @@ COLLECTIVE = Algorithm(
     kernel=kernel,
     faults=only_one_slice,
     schedule=schedule,
+    cuts=False,
 )

@@ -19,6 +19,7 @@ import jax
 from jax import lax
 
 from meshslice_jax import collectives
+from meshslice_jax.algorithms import scatter
 from meshslice_jax.algorithms.base import (
     Algorithm,
     Job,
@@ -41,25 +42,32 @@ def kernel(lhs: jax.Array, rhs: jax.Array, job: Job) -> jax.Array:
     count, out = job.plan.slice_count, job.output()
     block = job.plan.block_size or largest_block(operands, job)
 
-    def gathered(index) -> dict[str, jax.Array]:
+    def gathered(index, before=None) -> dict[str, jax.Array]:
+        """The moving inputs of a slice; `before` is that of the slice before it."""
         moved = {}
         with jax.named_scope(_label(index)):
             for mover in job.inputs():
                 shard = operands[mover.role]
                 piece = collectives.take_slice(shard, mover.dim, count, block, index)
+                if before is not None and job.plan.gather_order == "ordered":
+                    piece, _ = lax.optimization_barrier((piece, before[mover.role]))
                 moved[mover.role] = job.gather(piece, mover)
         return moved
 
     def multiply(moved: dict[str, jax.Array], index) -> jax.Array:
         with jax.named_scope(_label(index)):
-            partial = job.dot(**(operands | moved))
-            return partial if out is None else job.scatter(partial, out)
+            if out is None:
+                return job.dot(**(operands | moved))
+            (moving,) = moved
+            turn = index if isinstance(index, int) else 0
+            return scatter.product(operands | moved, moving, job, turn)
 
     if job.rolled and count > 2:
         return _rolled(gathered, multiply, job, block)
     results, ahead = [], gathered(0)
     for index in range(count):
-        current, ahead = ahead, gathered(index + 1) if index + 1 < count else None
+        current = ahead
+        ahead = gathered(index + 1, current) if index + 1 < count else None
         results.append(multiply(current, index))
     if out is not None:
         return collectives.put_slices(results, out.dim, block)
@@ -88,7 +96,7 @@ def _rolled(gathered, multiply, job: Job, block: int) -> jax.Array:
 
     def body(index, carry):
         total, current = carry
-        ahead = gathered(index + 1)
+        ahead = gathered(index + 1, current)
         return place(total, multiply(current, index), index), ahead
 
     # Seeded with the first slice in every slot: right values, right varying axes.
@@ -160,5 +168,5 @@ MESHSLICE = Algorithm(
     kernel=kernel,
     faults=faults,
     schedule=schedule,
-    options=("block_size", "loop"),
+    options=("block_size", "loop", "reduce_scatter", "scatter_group", "gather_order"),
 )
