@@ -30,6 +30,12 @@ OPTIONS = {
     "split": ("column", "row"),
     "packets": (1, 2),
 }
+#: Forms of a moving output's reduce-scatter, beside the native one.
+SCATTER_FORMS = (
+    {"reduce_scatter": "ring", "gather_order": "ordered"},
+    {"reduce_scatter": "ring", "scatter_group": 2},
+    {"reduce_scatter": "all_to_all"},
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +51,9 @@ class Case:
     def __str__(self) -> str:
         plan = self.plan
         options = "-".join(
-            f"{field}={getattr(plan, field)}" for field in ALGORITHMS[plan.algorithm].options
+            f"{field}={getattr(plan, field)}"
+            for field in ALGORITHMS[plan.algorithm].options
+            if field in OPTIONS or getattr(plan, field) != getattr(ms.GemmPlan(), field)
         )
         rows, cols = self.mesh
         return (
@@ -72,13 +80,20 @@ def extents(plan: ms.GemmPlan, mesh: tuple[int, int]) -> dict[str, int]:
 
 def plans(algorithm: str, mesh: tuple[int, int]):
     """All plans of one algorithm in the table."""
-    fields = ALGORITHMS[algorithm].options
+    fields = [field for field in ALGORITHMS[algorithm].options if field in OPTIONS]
     for dataflow, slices in itertools.product(ms.Dataflow, SLICE_COUNTS):
         for values in itertools.product(*(OPTIONS[field] for field in fields)):
             options = dict(zip(fields, values, strict=True))
             if algorithm == "meshslice" and slices <= 2 and options["loop"] == "rolled":
                 continue  # the same program as unrolled
             yield ms.GemmPlan(algorithm=algorithm, dataflow=dataflow, slice_count=slices, **options)
+    if "reduce_scatter" in ALGORITHMS[algorithm].options:
+        loops = {1: "unrolled", 3: "rolled", 4: "unrolled"}
+        for slices, form in itertools.product(loops, SCATTER_FORMS):
+            # The gradients are ls and rs products.
+            yield ms.GemmPlan(
+                algorithm=algorithm, dataflow="os", slice_count=slices, loop=loops[slices], **form
+            )
 
 
 @functools.cache

@@ -36,7 +36,12 @@ def _walk(jaxpr, repeats, mesh, found):
 
 
 def _count(eqn, name, repeats, mesh, found):
-    kinds = {"all_gather": "all_gather", "reduce_scatter": "reduce_scatter", "ppermute": "permute"}
+    kinds = {
+        "all_gather": "all_gather",
+        "reduce_scatter": "reduce_scatter",
+        "all_to_all": "all_to_all",
+        "ppermute": "permute",
+    }
     if name == "dot_general":
         ((contract, _), (batch, _)) = eqn.params["dimension_numbers"]
         assert not batch
@@ -61,6 +66,10 @@ def _count(eqn, name, repeats, mesh, found):
         sent = (ring - 1) * size
     elif name == "reduce_scatter":
         sent = (ring - 1) * size // ring
+    elif name == "all_to_all":
+        groups = eqn.params["axis_index_groups"]
+        group = ring if groups is None else len(groups[0])
+        sent = (group - 1) * size // group
     else:
         pairs = eqn.params["perm"]
         assert len({s for s, _ in pairs}) == len({t for _, t in pairs}) == len(pairs)

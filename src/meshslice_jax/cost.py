@@ -13,6 +13,7 @@ Prices (P chips along the axis, b bytes that one chip sends, r its rate):
 
     all-gather, reduce-scatter   launch + (P-1) hop + b / r
     neighbour send over h hops   launch + h (hop + b / r)          a shift: h = 1
+    all-to-all                   launch + P/2 hop + P^2/8 shard / one-way r      on a ring
     chain of P-1 sends, D pieces launch + (P-1 + D-1) (hop + panel / (D r))
     product                      max(FLOPs of whole tiles / rate, bytes / HBM) + launch
     stall                        contention x HBM bytes of the step's transfers / HBM
@@ -142,6 +143,13 @@ def transfer_s(transfer: Transfer, hardware: HardwareSpec, *, overlapped: bool) 
     if transfer.kind == "reduce_scatter":
         one = hardware.scatter_launch_s + transfer.hops * hardware.scatter_hop_s
         return transfer.count * (one + transfer.bytes / rate)
+    if transfer.kind == "all_to_all":
+        # The busiest link carries P^2/8 shards on a ring, P^2/4 on a line.
+        shard, closed = transfer.bytes / (ring - 1), hardware.is_ring(ring)
+        link = hardware.axis_bytes_per_s(ring, overlapped=overlapped, directions=1)
+        latency = (ring // 2 if closed else ring - 1) * hardware.permute_hop_s
+        carried = ring**2 / (8 if closed else 4) * shard
+        return transfer.count * (hardware.permute_launch_s + latency + carried / link)
     hop = hardware.permute_hop_s
     if transfer.kind == "permute":
         # On a line what wraps around travels back past all other chips.
@@ -169,7 +177,7 @@ def transfer_hbm_bytes(transfer: Transfer, hardware: HardwareSpec) -> float:
 
 
 def product_s(product: Product, problem: GemmProblem, hardware: HardwareSpec) -> float:
-    """Seconds of one local product, alone: whole MXU tiles or HBM, and its launch.
+    """Seconds of a step's local products, alone: whole MXU tiles or HBM, and their launches.
 
     The HBM floor counts each of the three local matrices once, in its own dtype; a product
     that accumulates reads and writes its result in the accumulation dtype instead, where
@@ -183,7 +191,7 @@ def product_s(product: Product, problem: GemmProblem, hardware: HardwareSpec) ->
     if product.accumulates and hardware.accumulates_in_hbm:
         out = 2 * itemsize(problem.accum_dtype)
     memory = (m * k * lhs + k * n * rhs + m * n * out) / hardware.hbm_bytes_per_s
-    return max(math, memory) + hardware.product_launch_s
+    return product.count * (max(math, memory) + hardware.product_launch_s)
 
 
 @functools.lru_cache(maxsize=256)

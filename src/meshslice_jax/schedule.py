@@ -18,7 +18,7 @@ import collections
 import dataclasses
 from typing import Literal
 
-Kind = Literal["all_gather", "reduce_scatter", "permute", "broadcast", "reduce"]
+Kind = Literal["all_gather", "reduce_scatter", "all_to_all", "permute", "broadcast", "reduce"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,24 +53,26 @@ class Transfer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Product:
-    """A local product on one chip.
+    """A local product on one chip, or `count` equal ones in a row.
 
     Attributes:
       m: rows of its result.
       n: columns of its result.
       k: the extent that it sums over.
       accumulates: whether its result is added to one that is already there.
+      count: how many of them follow each other in one step.
     """
 
     m: int
     n: int
     k: int
     accumulates: bool = False
+    count: int = 1
 
     @property
     def flops(self) -> int:
-        """2 m n k."""
-        return 2 * self.m * self.n * self.k
+        """2 m n k of each."""
+        return 2 * self.m * self.n * self.k * self.count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,7 +122,7 @@ class Schedule:
 
     @property
     def products(self) -> int:
-        """The number of local products."""
+        """The number of steps with a local product."""
         return sum(repeats for step, repeats in self.steps if step.product)
 
     def bytes_along(self, axis: str) -> float:

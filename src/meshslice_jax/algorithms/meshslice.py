@@ -129,15 +129,17 @@ def faults(problem: GemmProblem, plan: GemmPlan, shape: MeshShape) -> list[str]:
     block = plan.block_size or 1
     if any(problem.extent(label) % size for size in shape):
         return []  # no local extents to cut; the divisibility fault says so
+    found = scatter.faults(problem, plan, shape)
     if extent % (plan.slice_count * block) == 0:
-        return []
+        return found
     movers = ", ".join(
         f"{problem.extent(label) // shape.size(mover.axis)} in {mover.role}"
         for mover in plan.contraction.movers
     )
     return [
+        *found,
         f"slice_count {plan.slice_count} x block_size {block} does not divide the local extents "
-        f"of the streamed dimension {label} = {problem.extent(label)} ({movers})"
+        f"of the streamed dimension {label} = {problem.extent(label)} ({movers})",
     ]
 
 
@@ -146,8 +148,8 @@ def schedule(problem: GemmProblem, plan: GemmPlan, shape: MeshShape) -> Schedule
     count = plan.slice_count
     inputs, output = split_movers(plan)
     ahead = transfers(*(collective(problem, plan, mover, shape, count) for mover in inputs))
-    behind = transfers(output and collective(problem, plan, output, shape, count))
-    product = local_product(problem, plan, shape, count)
+    behind = scatter.transfers_of(problem, plan, output, shape, count)
+    product = scatter.chunked(local_product(problem, plan, shape, count), plan, output, shape)
     held = min(count, 2)
     return Schedule(
         steps=pipelined(ahead, behind, product, count),

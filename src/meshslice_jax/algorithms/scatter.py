@@ -25,15 +25,18 @@ product and not as a pass over memory; and chunks lie along the major dimension,
 taking one moves nothing. (A Wang-style ring on the scattered axis; with S = 1 it is that.)
 """
 
+import dataclasses
+
 import jax
 from jax import lax
 
 from meshslice_jax import collectives
-from meshslice_jax.algorithms.base import Job
+from meshslice_jax.algorithms.base import Job, collective, shard_bytes, transfers
 from meshslice_jax.dataflow import Mover
 from meshslice_jax.mesh import MeshShape
 from meshslice_jax.plan import GemmPlan
 from meshslice_jax.problem import GemmProblem
+from meshslice_jax.schedule import Product, Transfer
 
 
 def product(operands: dict[str, jax.Array], moving: str, job: Job, turn: int = 0) -> jax.Array:
@@ -58,16 +61,33 @@ def product(operands: dict[str, jax.Array], moving: str, job: Job, turn: int = 0
         partial = job.dot(**operands).astype(job.wire_dtype)
         return _exchanged(partial, out, job, axis.size).astype(job.out_dtype)
     group = job.plan.scatter_group
-    partial = _ring(operands, moving, job, axis.size // group, turn)
+    partial = ring(operands, moving, job, _balanced(axis.size // group, turn))
     if group == 1:
         return partial.astype(job.out_dtype)
     return _exchanged(partial.astype(job.wire_dtype), out, job, group).astype(job.out_dtype)
 
 
-def _ring(operands, moving: str, job: Job, chunks: int, turn: int) -> jax.Array:
-    """The sum over a ring of `chunks` chips of each one's product for this chip's chunk."""
+def _balanced(chunks: int, turn: int) -> tuple[int, int]:
+    """Lengths of the chains that move up and down the ring."""
+    longer, shorter = chunks // 2, chunks - 1 - chunks // 2
+    return (longer, shorter) if turn % 2 == 0 else (shorter, longer)
+
+
+def ring(operands: dict[str, jax.Array], moving: str, job: Job, chains: tuple[int, int]):
+    """The sum over a ring of each chip's product for this chip's chunk.
+
+    Args:
+      operands: "lhs" and "rhs", the moving one gathered.
+      moving: the role whose leading dimension holds the chunks.
+      job: what runs.
+      chains: lengths of the two chains, up and down the ring; with the chip's own chunk they
+        make all chunks.
+
+    Returns:
+      The sum, in the accumulation dtype.
+    """
     group, axis = job.plan.scatter_group, job.axis(job.output().axis)
-    whole = operands[moving]
+    whole, chunks = operands[moving], sum(chains) + 1
     split = whole.reshape(chunks, whole.shape[0] // chunks, *whole.shape[1:])
     me = axis.index() // group
 
@@ -83,7 +103,7 @@ def _ring(operands, moving: str, job: Job, chunks: int, turn: int) -> jax.Array:
         return total
 
     arrivals = []
-    for direction, length in _chains(chunks, turn):
+    for direction, length in zip((1, -1), chains, strict=True):
         arrived = ()
         for distance in range(length, 0, -1):
             sent = partial(direction * distance, arrived).astype(job.wire_dtype)
@@ -91,12 +111,6 @@ def _ring(operands, moving: str, job: Job, chunks: int, turn: int) -> jax.Array:
                 arrived = (collectives.shift(sent, axis, direction, group),)
         arrivals += arrived
     return partial(0, tuple(arrivals))
-
-
-def _chains(chunks: int, turn: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(direction, length) of the two chains that end in a chip."""
-    longer, shorter = chunks // 2, chunks - 1 - chunks // 2
-    return ((1, longer), (-1, shorter)) if turn % 2 == 0 else ((1, shorter), (-1, longer))
 
 
 def _exchanged(partial: jax.Array, out: Mover, job: Job, group: int) -> jax.Array:
@@ -115,3 +129,75 @@ def _exchanged(partial: jax.Array, out: Mover, job: Job, group: int) -> jax.Arra
         pairs = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)]
         parts = pairs + parts[len(parts) // 2 * 2 :]
     return parts[0]
+
+
+def transfers_of(
+    problem: GemmProblem, plan: GemmPlan, mover: Mover | None, view: MeshShape, slices: int
+) -> tuple[Transfer, ...]:
+    """How one of `slices` slices of the moving output leaves a chip."""
+    if mover is None or view.size(mover.axis) == 1:
+        return ()
+    if plan.reduce_scatter == "native":
+        return transfers(collective(problem, plan, mover, view, slices))
+    length = view.size(mover.axis)
+    shard = shard_bytes(problem, plan, mover.role, view) // slices
+    group = length if plan.reduce_scatter == "all_to_all" else plan.scatter_group
+    found = _messages(mover, length // group, group * shard)
+    if group > 1:
+        found += (
+            Transfer(
+                kind="all_to_all",
+                role=mover.role,
+                axis=mover.axis,
+                ring=group,
+                bytes=(group - 1) * shard,
+                hops=group // 2,
+            ),
+        )
+    return found
+
+
+def _messages(mover: Mover, chunks: int, size: int) -> tuple[Transfer, ...]:
+    """The sends of both chains: in pairs, one each way, and a single one if P is even.
+
+    That one goes either way in turn, so that on average both directions carry half of it.
+    """
+    pair = Transfer(
+        kind="permute",
+        role=mover.role,
+        axis=mover.axis,
+        ring=chunks,
+        bytes=2 * size,
+        hops=1,
+        ops=2,
+        count=(chunks - 1) // 2,
+    )
+    single = dataclasses.replace(pair, bytes=size, ops=1, count=(chunks - 1) % 2)
+    return tuple(one for one in (pair, single) if one.count)
+
+
+def chunked(product: Product, plan: GemmPlan, mover: Mover | None, view: MeshShape) -> Product:
+    """A slice's product as the form computes it: whole, or a chunk at a time."""
+    if mover is None or plan.reduce_scatter != "ring":
+        return product
+    streamed, chunks = plan.contraction.streamed, view.size(mover.axis) // plan.scatter_group
+    part = getattr(product, streamed) // chunks
+    return dataclasses.replace(product, count=chunks, **{streamed: part})
+
+
+def faults(problem: GemmProblem, plan: GemmPlan, view: MeshShape) -> list[str]:
+    """Groups that do not divide the scattered axis, or that nothing scatters or rings."""
+    if plan.scatter_group == 1:
+        return []
+    if plan.reduce_scatter != "ring":
+        return [
+            f"scatter_group {plan.scatter_group} needs reduce_scatter='ring', the plan has "
+            f"{plan.reduce_scatter!r}"
+        ]
+    out = [mover for mover in plan.contraction.movers if not mover.is_input]
+    return [
+        f"scatter_group {plan.scatter_group} does not divide the {view.size(mover.axis)} chips "
+        f"of the axis along which out is scattered ({mover.axis})"
+        for mover in out
+        if view.size(mover.axis) % plan.scatter_group
+    ]

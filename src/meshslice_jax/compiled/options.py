@@ -9,6 +9,8 @@ What was found by compiling (jax 0.10.2, libtpu 0.0.52), not by measuring:
 - v5e fuses gathers into products by default; asking for asynchronous ones as on v4 is
   not needed.
 - v5p and v6e keep gathers and reduce-scatters synchronous whatever they are told.
+- Permutes are asynchronous everywhere. All-to-alls are so where they are forced to be,
+  which on v5e makes the gathers synchronous.
 - The combiner may merge the reduce-scatters of slices back into one, which undoes the
   slicing; `xla_jf_crs_combiner_threshold_count=1` keeps them apart.
 
@@ -32,6 +34,10 @@ ASYNC_GATHERS = types.MappingProxyType(
 )
 #: Keeps the reduce-scatters of slices apart.
 KEEP_SLICES = types.MappingProxyType({"xla_jf_crs_combiner_threshold_count": 1})
+#: All-to-alls beside products.
+ASYNC_ALL_TO_ALLS = types.MappingProxyType(
+    {"xla_tpu_enable_async_all_to_all": True, "xla_tpu_force_async_all_to_all": True}
+)
 #: What XLA's own decomposition of a partitioned einsum may be told.
 GSPMD_MODES = types.MappingProxyType(
     {
@@ -80,7 +86,11 @@ def compiler_options(hardware: str | HardwareSpec, plan: GemmPlan) -> Options:
     found: Options = {}
     if generation_of(hardware).name == "v4":
         found |= ASYNC_GATHERS
-    if plan.slice_count > 1 and plan.dataflow is not Dataflow.OS:
+    if plan.dataflow is Dataflow.OS:
+        return found
+    if plan.reduce_scatter == "all_to_all" or plan.scatter_group > 1:
+        found |= ASYNC_ALL_TO_ALLS
+    if plan.reduce_scatter == "native" and plan.slice_count > 1:
         found |= KEEP_SLICES
     return found
 
