@@ -45,6 +45,7 @@ def wait_until(condition, seconds=10.0):
 
 def test_every_process_knows_its_place_and_its_lines_carry_its_number(capsys):
     body = """
+print("[Gloo] Rank 0 is connected to 1 peer ranks."); print("Expected connected peer ranks: 1")
 print(me, os.environ["MESHSLICE_NUM_PROCESSES"], os.environ["MESHSLICE_DEVICES_PER_PROCESS"])
 print("without an end", end="", file=sys.stderr)
 """

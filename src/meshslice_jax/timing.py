@@ -3,13 +3,14 @@
 A machine drifts (clock speed, neighbours, caches), so candidates that are to be
 compared run in one interleaved loop: every round calls each of them once, from a
 different starting point, and ratios are formed within a round before their median
-is taken. Compilation and the first, slow call happen outside.
+is taken. Compilation and the first, slow call happen outside. Of several processes each
+takes its own times, after all are ready; a call took as long as it took the slowest.
 """
 
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypeVar
 
 import jax
@@ -41,12 +42,19 @@ class Samples:
         return statistics.median(ours / theirs for ours, theirs in pairs)
 
 
+def slowest(found: Sequence["Samples"]) -> "Samples":
+    """One candidate's samples on several processes as those of the program."""
+    rounds = zip(*(samples.seconds for samples in found), strict=True)
+    return Samples(tuple(max(seconds) for seconds in rounds))
+
+
 def interleaved(
     calls: Mapping[Name, Callable[[], object]],
     repeats: int,
     *,
     clock: Callable[[], float] = time.perf_counter,
     wait: Callable[[object], object] = jax.block_until_ready,
+    ready: Callable[[], object] = lambda: None,
 ) -> dict[Name, Samples]:
     """Times every call once a round, for `repeats` rounds.
 
@@ -55,6 +63,7 @@ def interleaved(
       repeats: rounds.
       clock: seconds, monotonic.
       wait: blocks until all arrays in a call's result are there.
+      ready: called before each call, outside its time; processes wait here for each other.
 
     Returns:
       The samples of each call.
@@ -69,6 +78,7 @@ def interleaved(
     for turn in range(repeats):
         start = turn % len(names) if names else 0
         for name in names[start:] + names[:start]:
+            ready()
             begin = clock()
             wait(calls[name]())
             seconds[name].append(clock() - begin)

@@ -1,6 +1,11 @@
-"""Compile, check, then time: one case after the other."""
+"""Compile, check, then time: one case after the other.
+
+Of several processes each places, runs and checks its own shards; what then happens (is the
+answer right, how long did it take) is decided from what all of them say.
+"""
 
 import functools
+import json
 import time
 from collections.abc import Callable, Iterator
 
@@ -10,12 +15,12 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
-from meshslice_jax import gemm
+from meshslice_jax import compat, distributed, gemm
 from meshslice_jax.bench.candidates import Candidate, candidates
 from meshslice_jax.bench.cases import Options, Pass, Row, cases
 from meshslice_jax.bench.operands import Data, find_error, random_matrices, reference
 from meshslice_jax.problem import NATURAL
-from meshslice_jax.timing import Samples, interleaved
+from meshslice_jax.timing import Samples, interleaved, slowest
 
 
 def program(case: Pass, candidate: Candidate, data: Data, mesh: Mesh):
@@ -62,8 +67,10 @@ def prepare(case: Pass, candidate: Candidate, data: Data, mesh: Mesh, expected: 
         begin = time.perf_counter()
         compiled = function.lower(*operands).compile()
         compile_s = time.perf_counter() - begin
-        error = find_error(jax.block_until_ready(compiled(*operands)), expected)
+        error = _anyones(find_error(jax.block_until_ready(compiled(*operands)), expected))
     except jax.errors.JaxRuntimeError as failure:  # the device's, such as out of memory
+        if compat.num_processes() > 1:
+            raise  # the other processes may still wait for this one
         reason = str(failure).strip().splitlines()[0]
         return msgspec.structs.replace(candidate.row, status="failed", reason=reason), None
     row = msgspec.structs.replace(candidate.row, compile_s=compile_s)
@@ -72,6 +79,27 @@ def prepare(case: Pass, candidate: Candidate, data: Data, mesh: Mesh, expected: 
         return wrong, None
     call = functools.partial(compiled, *operands)
     return msgspec.structs.replace(row, check="pass"), call
+
+
+def _anyones(error: str | None) -> str | None:
+    """The first error of any process."""
+    found = distributed.gather_text(error or "")
+    if len(found) == 1:
+        return error
+    return next((f"process {i}: {text}" for i, text in enumerate(found) if text), None)
+
+
+def _together() -> None:
+    distributed.step()
+    distributed.barrier()
+
+
+def _times(calls: dict[int, Callable[[], object]], repeats: int) -> dict[int, Samples]:
+    """Times of all calls, each that of the slowest process."""
+    own = interleaved(calls, repeats, ready=_together)
+    texts = distributed.gather_text(json.dumps([samples.seconds for samples in own.values()]))
+    found = zip(*(map(Samples, map(tuple, json.loads(text))) for text in texts), strict=True)
+    return dict(zip(own, map(slowest, found), strict=True))
 
 
 def _timed(row: Row, samples: Samples, gspmd: Samples | None, dense: Samples | None) -> Row:
@@ -111,12 +139,13 @@ def measure(
     rows, calls = [], {}
     for index, candidate in enumerate(found):
         on_step(f"{case.layer} {case.name} {candidate.row.algorithm}")
+        distributed.step()
         row, call = prepare(case, candidate, data, mesh, expected)
         rows.append(row)
         if call is not None:
             calls[index] = call
     on_step(f"{case.layer} {case.name} timing")
-    samples = interleaved(calls, repeats)
+    samples = _times(calls, repeats)
     gspmd = {
         candidate.base: samples.get(index)
         for index, candidate in enumerate(found)

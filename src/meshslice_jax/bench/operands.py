@@ -21,7 +21,10 @@ class Data:
     def on(self, role: str, sharding) -> jax.Array:
         """The matrix of `role` under a sharding."""
         if (role, sharding) not in self.placed:
-            self.placed[role, sharding] = jax.device_put(self.host[role], sharding)
+            host = self.host[role]  # the same on every process; each places its own shards
+            self.placed[role, sharding] = jax.make_array_from_callback(
+                host.shape, sharding, lambda index: host[index]
+            )
         return self.placed[role, sharding]
 
 

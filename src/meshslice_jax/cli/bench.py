@@ -1,6 +1,7 @@
 """`meshslice bench`: measured products, each answer checked before it is timed."""
 
 import contextlib
+import dataclasses
 from pathlib import Path
 from typing import Annotated
 
@@ -8,7 +9,7 @@ import jax
 import typer
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
-from meshslice_jax import algorithms, models
+from meshslice_jax import algorithms, compat, distributed, models
 from meshslice_jax import bench as benchmark
 from meshslice_jax.cli import common, plan_report, report
 from meshslice_jax.dataflow import Dataflow
@@ -17,6 +18,7 @@ from meshslice_jax.mesh import make_mesh, parse_mesh_shape
 from meshslice_jax.model_plan import ModelPlan
 from meshslice_jax.plan_simulation import plan_hardware
 from meshslice_jax.problem import GemmProblem
+from meshslice_jax.shared_plan import shared_plan
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int8")
 
@@ -102,7 +104,8 @@ def bench(
             )
         else:
             common.refuse_choices(context, CHOSEN_BY_PLAN)
-            model_plan = common.read_plan(plan)
+            distributed.initialize()
+            model_plan = shared_plan(common.read_plan(plan))
             dtype, spec = model_plan.dtype, plan_hardware(model_plan, hardware)
             options = benchmark.plan_options(
                 model_plan,
@@ -118,6 +121,9 @@ def bench(
         found = common.find_devices(platform, options.mesh_shape, devices)
         if model_plan is not None:
             options = benchmark.check_memory(options, model_plan, found)
+        if compat.num_processes() > 1:
+            reason = "it runs on one device, which is not every process's"
+            options = dataclasses.replace(options, dense_reason=reason)
         device_mesh = make_mesh(options.mesh_shape, devices=found)
     if report.print_bench(options, found, _measure(options, device_mesh), json, plot, notes):
         raise typer.Exit(1)
@@ -197,7 +203,8 @@ def _measure(options: benchmark.Options, mesh: jax.sharding.Mesh):
     """`bench.run` with its progress on stderr."""
     steps = sum(len(benchmark.candidates(options, case)) + 1 for case in benchmark.cases(options))
     columns = (SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn())
-    with Progress(*columns, console=common.stderr(), transient=True) as progress:
+    quiet = not distributed.is_first()
+    with Progress(*columns, console=common.stderr(), transient=True, disable=quiet) as progress:
         task = progress.add_task("", total=steps)
         with contextlib.closing(
             benchmark.run(

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 import meshslice_jax
-from meshslice_jax import compat
+from meshslice_jax import compat, distributed
 from meshslice_jax.hardware import HardwareSpec
 from meshslice_jax.mesh import MeshShape, emulate_devices
 from meshslice_jax.model_plan import ModelPlan, load_plan
@@ -27,9 +27,9 @@ PLATFORMS = ("cpu", "tpu", "gpu")
 
 
 def stdout() -> Console:
-    """The console for results."""
+    """The console for results; of several processes the first prints them."""
     width = None if sys.stdout.isatty() else PLAIN_WIDTH
-    return Console(width=width, highlight=False, emoji=False)
+    return Console(width=width, highlight=False, emoji=False, quiet=not distributed.is_first())
 
 
 def stderr() -> Console:
@@ -145,6 +145,8 @@ def profile_line(spec: HardwareSpec) -> str:
 def find_devices(platform: str, shape: MeshShape, count: int | None) -> list[jax.Device]:
     """The devices of a platform; on "cpu" as many emulated ones as asked for.
 
+    Joins the other processes first, if there are any: then the devices are all of theirs.
+
     Args:
       platform: "cpu", "tpu" or "gpu".
       shape: the mesh that they must fill.
@@ -156,7 +158,13 @@ def find_devices(platform: str, shape: MeshShape, count: int | None) -> list[jax
     """
     if platform not in PLATFORMS:
         raise ValueError(f"platform {platform!r} is not one of {', '.join(PLATFORMS)}")
-    if platform == "cpu":
+    several = distributed.initialize().num_processes > 1
+    if several and count is not None:
+        raise ValueError(
+            "each of several processes brings devices of its own, so --devices can't be chosen; "
+            "use --devices-per-process of `meshslice launch`"
+        )
+    if platform == "cpu" and not several:
         count = shape.num_chips if count is None else count
         if count < shape.num_chips:
             raise ValueError(f"a {shape} mesh needs {shape.num_chips} devices, got {count}")
@@ -174,9 +182,16 @@ def find_devices(platform: str, shape: MeshShape, count: int | None) -> list[jax
     if len(devices) < shape.num_chips:
         raise ValueError(
             f"a {shape} mesh needs {shape.num_chips} devices and there are {len(devices)} "
-            f"({platform})"
+            f"({platform})" + _way_out(platform, shape, several)
         )
     return devices
+
+
+def _way_out(platform: str, shape: MeshShape, several: bool) -> str:
+    if platform != "cpu" or not several:
+        return ""
+    each = -(-shape.num_chips // compat.num_processes())
+    return f"; use --devices-per-process {each} of `meshslice launch`"
 
 
 def version_of(package: str) -> str | None:
@@ -210,7 +225,10 @@ def header(devices: list[jax.Device]) -> str:
     versions.append(f"Python {host.python_version()}")
     flags = [f"{name}={value!r}" for name, value in flags_in_effect().items()] or ["no flags set"]
     kind = devices[0].device_kind
-    return " | ".join([", ".join(versions), f"{len(devices)} x {kind}", " ".join(flags)])
+    count = f"{len(devices)} x {kind}"
+    if compat.num_processes() > 1:
+        count += f" in {compat.num_processes()} processes"
+    return " | ".join([", ".join(versions), count, " ".join(flags)])
 
 
 def emulation_banner(devices: list[jax.Device]) -> str | None:

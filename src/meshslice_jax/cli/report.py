@@ -9,6 +9,7 @@ import jax
 import msgspec
 from rich.console import Console
 
+from meshslice_jax import distributed
 from meshslice_jax.bench import Candidate, Options, Pass, Row
 from meshslice_jax.cli import common
 from meshslice_jax.cli.tables import megabytes, number, print_table
@@ -70,9 +71,9 @@ def print_bench(
             rows += measured
             _print_case(console, case, found, measured)
     finally:
-        if json_path is not None:
+        if json_path is not None and distributed.is_first():
             write_rows(json_path, rows)
-    if plot_path is not None:
+    if plot_path is not None and distributed.is_first():
         write_plot(plot_path, rows)
     return _print_summary(console, rows)
 

@@ -18,6 +18,10 @@ from typing import BinaryIO
 from meshslice_jax import distributed
 from meshslice_jax.launch.guard import Guard, kill_group
 
+#: Lines for every group of devices that gloo connects are left out; its threads write them
+#: in pieces, so that one may begin within another.
+CHATTER = (b"[Gloo] Rank ", b"connected peer ranks")
+
 
 @dataclasses.dataclass
 class Rank:
@@ -77,7 +81,8 @@ class Rank:
         if not data and self.rest[fd]:  # the last line had no end
             lines.append(self.rest.pop(fd))
         for line in lines:
-            target.write(b"[%d] %s\n" % (self.number, line))
+            if not any(words in line for words in CHATTER):
+                target.write(b"[%d] %s\n" % (self.number, line))
         target.flush()
 
     def has_ended(self) -> bool:
