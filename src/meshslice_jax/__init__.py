@@ -1,5 +1,7 @@
 """MeshSlice and its peers: 2D tensor-parallel products for JAX meshes."""
 
+import importlib
+
 from meshslice_jax.algorithms import ALGORITHMS as ALGORITHMS
 from meshslice_jax.algorithms import check as check
 from meshslice_jax.algorithms import legal_slice_counts as legal_slice_counts
@@ -41,3 +43,10 @@ from meshslice_jax.timeline import Timeline as Timeline
 from meshslice_jax.timeline import write_trace as write_trace
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str):
+    """`ms.nn`, imported when it is first asked for: it imports Flax."""
+    if name == "nn":
+        return importlib.import_module("meshslice_jax.nn")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
