@@ -16,7 +16,7 @@ from meshslice_jax.dataflow import Contraction, Dataflow
 _CHOICES = {
     "reduce_dtype": ("float32", "output"),
     "reduce_scatter": ("native", "ring", "all_to_all"),
-    "gather_order": ("free", "ordered"),
+    "gather_order": ("free", "ordered", "tied"),
     "loop": ("auto", "unrolled", "rolled"),
     "ring": ("row", "col"),
     "split": ("column", "row"),
@@ -49,7 +49,8 @@ class GemmPlan:
       scatter_group: with reduce_scatter="ring", chips of the scattered axis that all-to-all
         among themselves while the ring runs over the groups; 1 is a ring of all chips.
       gather_order: "ordered" lets the gather of a slice start only when that of the slice
-        before has arrived; "free" leaves it to the compiler (MeshSlice).
+        before has arrived; "free" leaves it to the compiler (MeshSlice). "tied" does so by a
+        data dependence, for compilers that drop what orders otherwise (XLA:CPU does).
       loop: how slices are run: "unrolled", "rolled" (one loop body), or "auto":
         unrolled for TPUs, rolled elsewhere (MeshSlice).
       ring: the axis whose collective becomes a ring of neighbour sends (Wang).

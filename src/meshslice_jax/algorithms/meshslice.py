@@ -51,6 +51,8 @@ def kernel(lhs: jax.Array, rhs: jax.Array, job: Job) -> jax.Array:
                 piece = collectives.take_slice(shard, mover.dim, count, block, index)
                 if before is not None and job.plan.gather_order == "ordered":
                     piece, _ = lax.optimization_barrier((piece, before[mover.role]))
+                elif before is not None and job.plan.gather_order == "tied":
+                    piece = collectives.tie(piece, before[job.inputs()[-1].role])
                 moved[mover.role] = job.gather(piece, mover)
         return moved
 
