@@ -16,8 +16,7 @@ from pathlib import Path
 class Guard:
     """A context in which process groups and clean-up commands are kept.
 
-    Leaving it kills every group that is left and runs every command, in the order in which
-    they were added.
+    Leaving it kills every group that is left and runs every command, the last one first.
     """
 
     def __init__(self):
@@ -33,7 +32,7 @@ class Guard:
         return self
 
     def __exit__(self, *_) -> None:
-        for order in list(self._orders):
+        for order in self._orders[::-1]:
             self._do(order)
         self._watchdog.stdin.close()
         self._watchdog.wait()

@@ -3,7 +3,7 @@
     python watchdog.py < orders
 
 The owner writes orders, a line of JSON each, and holds the pipe open. When the pipe closes,
-because the owner ended or was killed, what stands is done, in the order of its coming:
+because the owner ended or was killed, what stands is done, the last order first:
 
     ["kill", PROCESS_GROUP]         SIGKILL to a process group
     ["run", PROGRAM, ARGUMENT, ..]  a command, such as one that removes a network namespace
@@ -30,7 +30,7 @@ def main() -> None:
             standing.remove(order[1])
         else:
             standing.append(order)
-    for kind, *arguments in standing:
+    for kind, *arguments in standing[::-1]:
         if kind == "kill":
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(arguments[0], signal.SIGKILL)
