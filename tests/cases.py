@@ -30,6 +30,13 @@ OPTIONS = {
     "split": ("column", "row"),
     "packets": (1, 2),
 }
+#: What goes round a ring, beside the joined halves.
+RING_FORMS = (
+    {"ring_form": "halves"},
+    {"ring_form": "whole"},
+    {"ring_form": "one_way"},
+    {"ring_form": "whole", "scatter_group": 2},
+)
 #: Forms of a moving output's reduce-scatter, beside the native one.
 SCATTER_FORMS = (
     {"reduce_scatter": "ring", "gather_order": "ordered"},
@@ -69,6 +76,8 @@ def extents(plan: ms.GemmPlan, mesh: tuple[int, int]) -> dict[str, int]:
     local = 3
     if plan.algorithm == "meshslice":
         local = plan.slice_count * (plan.block_size or 3) * (2 if plan.block_size == 1 else 1)
+    if plan.ring_form == "halves":
+        local = 4
     home = 4 if plan.packets > 1 else 1  # packets cut both halves of a home extent
     streamed = Contraction(dataflow=plan.dataflow).streamed
     return {
@@ -87,6 +96,11 @@ def plans(algorithm: str, mesh: tuple[int, int]):
             if algorithm == "meshslice" and slices <= 2 and options["loop"] == "rolled":
                 continue  # the same program as unrolled
             yield ms.GemmPlan(algorithm=algorithm, dataflow=dataflow, slice_count=slices, **options)
+    if "ring_form" in ALGORITHMS[algorithm].options:
+        dataflows = ALGORITHMS[algorithm].forward_dataflows[:2]
+        for dataflow, form, ring in itertools.product(dataflows, RING_FORMS, ("row", "col")):
+            if "ring" in fields or ring == "row":
+                yield ms.GemmPlan(algorithm=algorithm, dataflow=dataflow, ring=ring, **form)
     if "reduce_scatter" in ALGORITHMS[algorithm].options:
         loops = {1: "unrolled", 3: "rolled", 4: "unrolled"}
         for slices, form in itertools.product(loops, SCATTER_FORMS):

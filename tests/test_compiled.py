@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import itertools
+import math
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from meshslice_jax.compiled import candidates, hlo, program, run
 from meshslice_jax.compiled.candidates import Space
 from meshslice_jax.compiled.compiler import Compiler
 from meshslice_jax.compiled.jobs import Answer, BlockJob, ProbeJob, ProductJob
+from meshslice_jax.compiled.layout import lay_out
 from meshslice_jax.compiled.options import (
     ASYNC_GATHERS,
     GSPMD_MODES,
@@ -27,7 +29,6 @@ from meshslice_jax.compiled.program import Move
 from meshslice_jax.compiled.topology import (
     GENERATIONS,
     environment,
-    lay_out,
     parse_topology,
     require_libtpu,
 )
@@ -91,15 +92,25 @@ def test_the_environment_names_the_accelerator_by_its_cores():
         ((16, 16), (16, 16)),
     ],
 )
-def test_neighbours_on_a_mesh_are_neighbours_on_the_torus(dims, shape):
-    places = lay_out(dims, shape)
-    found = {tuple(place) for place in places.reshape(-1, len(dims))}
-    assert found == set(itertools.product(*map(range, dims)))
-    for axis in (0, 1):
-        if shape[axis] > 1:
-            steps = np.abs(places - np.roll(places, -1, axis))
-            hops = np.minimum(steps, np.array(dims) - steps).sum(-1)
-            assert (hops == 1).all()
+def test_a_mesh_axis_is_dimensions_of_the_torus_in_row_major_order(dims, shape):
+    layout = lay_out(dims, shape)
+    assert set(layout.places) == set(itertools.product(*map(range, dims)))
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    for axis, name in enumerate(("row", "col")):
+        own = [d for d in range(len(dims)) if layout.names[d].startswith(name)]
+        for line in np.moveaxis(numbers, axis, -1).reshape(-1, shape[axis]):
+            places = [layout.places[chip] for chip in line]
+            assert set(layout.spanned(tuple(line))) <= set(own)
+            along = [tuple(place[d] for d in own) for place in places]
+            assert along == list(itertools.product(*(range(dims[d]) for d in own)))
+
+
+def test_an_axis_of_two_dimensions_has_groups_and_rings_between_them():
+    layout = lay_out((4, 8, 8), (32, 8))
+    assert layout.names == ("row0", "row1", "col")
+    group = tuple(8 * row for row in range(8))  # the first column's first eight rows
+    ring = tuple(8 * row for row in range(0, 32, 8))
+    assert (layout.spanned(group), layout.spanned(ring)) == ((1,), (0,))
 
 
 def test_a_mesh_that_does_not_lie_on_a_torus():

@@ -19,6 +19,7 @@ _CHOICES = {
     "gather_order": ("free", "ordered", "tied"),
     "loop": ("auto", "unrolled", "rolled"),
     "ring": ("row", "col"),
+    "ring_form": ("joined", "halves", "whole", "one_way"),
     "split": ("column", "row"),
 }
 
@@ -54,6 +55,9 @@ class GemmPlan:
       loop: how slices are run: "unrolled", "rolled" (one loop body), or "auto":
         unrolled for TPUs, rolled elsewhere (MeshSlice).
       ring: the axis whose collective becomes a ring of neighbour sends (Wang).
+      ring_form: what goes round that ring (Wang): "joined" sends one half of each shard
+        either way and multiplies both that arrive in one product, "halves" in two, "whole"
+        sends whole shards half way round on either side, "one_way" all the way round.
       split: "column" gathers lhs over m, "row" reduce-scatters out over m (1D
         tensor parallelism).
       packets: pieces into which a panel is cut so that its broadcast is
@@ -73,6 +77,7 @@ class GemmPlan:
     gather_order: str = "free"
     loop: str = "auto"
     ring: str = "col"
+    ring_form: str = "joined"
     split: str = "column"
     packets: int = 1
 

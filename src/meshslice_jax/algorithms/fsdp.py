@@ -25,8 +25,8 @@ def kernel(lhs: jax.Array, rhs: jax.Array, job: Job) -> jax.Array:
 
 
 def faults(problem: GemmProblem, plan: GemmPlan, shape: MeshShape) -> list[str]:
-    """A slice count that does not divide the ring."""
-    return ring.faults(problem, plan, shape.num_chips)
+    """What the ring cannot do."""
+    return ring.faults(problem, plan, MeshShape(shape.num_chips, 1), "row")
 
 
 def schedule(problem: GemmProblem, plan: GemmPlan, shape: MeshShape) -> Schedule:
@@ -40,6 +40,7 @@ FSDP = Algorithm(
     kernel=kernel,
     faults=faults,
     schedule=schedule,
+    options=("ring_form", "scatter_group"),
     flatten=lambda plan: "row",
     forward_dataflows=(Dataflow.OS, Dataflow.LS),
 )

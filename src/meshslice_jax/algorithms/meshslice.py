@@ -131,7 +131,8 @@ def faults(problem: GemmProblem, plan: GemmPlan, shape: MeshShape) -> list[str]:
     block = plan.block_size or 1
     if any(problem.extent(label) % size for size in shape):
         return []  # no local extents to cut; the divisibility fault says so
-    found = scatter.faults(problem, plan, shape)
+    rings = "" if plan.reduce_scatter == "ring" else "reduce_scatter='ring'"
+    found = scatter.faults(problem, plan, shape, rings=rings)
     if extent % (plan.slice_count * block) == 0:
         return found
     movers = ", ".join(

@@ -60,21 +60,19 @@ def product(operands: dict[str, jax.Array], moving: str, job: Job, turn: int = 0
     if job.plan.reduce_scatter == "all_to_all":
         partial = job.dot(**operands).astype(job.wire_dtype)
         return _exchanged(partial, out, job, axis.size).astype(job.out_dtype)
-    group = job.plan.scatter_group
-    partial = ring(operands, moving, job, _balanced(axis.size // group, turn))
-    if group == 1:
-        return partial.astype(job.out_dtype)
-    return _exchanged(partial.astype(job.wire_dtype), out, job, group).astype(job.out_dtype)
+    return ring(operands, moving, job, balanced(axis.size // job.plan.scatter_group, turn))
 
 
-def _balanced(chunks: int, turn: int) -> tuple[int, int]:
+def balanced(chunks: int, turn: int = 0) -> tuple[int, int]:
     """Lengths of the chains that move up and down the ring."""
     longer, shorter = chunks // 2, chunks - 1 - chunks // 2
     return (longer, shorter) if turn % 2 == 0 else (shorter, longer)
 
 
-def ring(operands: dict[str, jax.Array], moving: str, job: Job, chains: tuple[int, int]):
-    """The sum over a ring of each chip's product for this chip's chunk.
+def ring(
+    operands: dict[str, jax.Array], moving: str, job: Job, chains: tuple[int, int]
+) -> jax.Array:
+    """The sum over a ring of each chip's product for this chip's chunk; in the output's dtype.
 
     Args:
       operands: "lhs" and "rhs", the moving one gathered.
@@ -82,11 +80,9 @@ def ring(operands: dict[str, jax.Array], moving: str, job: Job, chains: tuple[in
       job: what runs.
       chains: lengths of the two chains, up and down the ring; with the chip's own chunk they
         make all chunks.
-
-    Returns:
-      The sum, in the accumulation dtype.
     """
-    group, axis = job.plan.scatter_group, job.axis(job.output().axis)
+    out = job.output()
+    group, axis = job.plan.scatter_group, job.axis(out.axis)
     whole, chunks = operands[moving], sum(chains) + 1
     split = whole.reshape(chunks, whole.shape[0] // chunks, *whole.shape[1:])
     me = axis.index() // group
@@ -110,7 +106,10 @@ def ring(operands: dict[str, jax.Array], moving: str, job: Job, chains: tuple[in
             with jax.named_scope("shift"):
                 arrived = (collectives.shift(sent, axis, direction, group),)
         arrivals += arrived
-    return partial(0, tuple(arrivals))
+    own = partial(0, tuple(arrivals))
+    if group > 1:
+        own = _exchanged(own.astype(job.wire_dtype), out, job, group)
+    return own.astype(job.out_dtype)
 
 
 def _exchanged(partial: jax.Array, out: Mover, job: Job, group: int) -> jax.Array:
@@ -142,22 +141,27 @@ def transfers_of(
     length = view.size(mover.axis)
     shard = shard_bytes(problem, plan, mover.role, view) // slices
     group = length if plan.reduce_scatter == "all_to_all" else plan.scatter_group
-    found = _messages(mover, length // group, group * shard)
-    if group > 1:
-        found += (
-            Transfer(
-                kind="all_to_all",
-                role=mover.role,
-                axis=mover.axis,
-                ring=group,
-                bytes=(group - 1) * shard,
-                hops=group // 2,
-            ),
-        )
-    return found
+    found = messages(mover, length // group, group * shard)
+    return found + exchange(mover, group, shard)
 
 
-def _messages(mover: Mover, chunks: int, size: int) -> tuple[Transfer, ...]:
+def exchange(mover: Mover, group: int, shard: int) -> tuple[Transfer, ...]:
+    """The all-to-all of a group, of which each chip keeps `shard` bytes; none of one chip."""
+    if group == 1:
+        return ()
+    return (
+        Transfer(
+            kind="all_to_all",
+            role=mover.role,
+            axis=mover.axis,
+            ring=group,
+            bytes=(group - 1) * shard,
+            hops=group // 2,
+        ),
+    )
+
+
+def messages(mover: Mover, chunks: int, size: int) -> tuple[Transfer, ...]:
     """The sends of both chains: in pairs, one each way, and a single one if P is even.
 
     That one goes either way in turn, so that on average both directions carry half of it.
@@ -185,15 +189,19 @@ def chunked(product: Product, plan: GemmPlan, mover: Mover | None, view: MeshSha
     return dataclasses.replace(product, count=chunks, **{streamed: part})
 
 
-def faults(problem: GemmProblem, plan: GemmPlan, view: MeshShape) -> list[str]:
-    """Groups that do not divide the scattered axis, or that nothing scatters or rings."""
+def faults(problem: GemmProblem, plan: GemmPlan, view: MeshShape, *, rings: str) -> list[str]:
+    """Groups that do not divide the scattered axis, or that a plan which rings nothing has.
+
+    Args:
+      problem: the product.
+      plan: its plan.
+      view: the mesh as the algorithm sees it.
+      rings: what makes its plans scatter by a ring, for the message; "" where this one does.
+    """
     if plan.scatter_group == 1:
         return []
-    if plan.reduce_scatter != "ring":
-        return [
-            f"scatter_group {plan.scatter_group} needs reduce_scatter='ring', the plan has "
-            f"{plan.reduce_scatter!r}"
-        ]
+    if rings:
+        return [f"scatter_group {plan.scatter_group} needs {rings}"]
     out = [mover for mover in plan.contraction.movers if not mover.is_input]
     return [
         f"scatter_group {plan.scatter_group} does not divide the {view.size(mover.axis)} chips "

@@ -32,8 +32,8 @@ def kernel(lhs: jax.Array, rhs: jax.Array, job: Job) -> jax.Array:
 
 
 def faults(problem: GemmProblem, plan: GemmPlan, shape: MeshShape) -> list[str]:
-    """A slice count that does not divide the ring."""
-    return ring.faults(problem, plan, shape.num_chips)
+    """What the ring cannot do."""
+    return ring.faults(problem, plan, TP1D.view(plan, shape), _flatten(plan))
 
 
 def schedule(problem: GemmProblem, plan: GemmPlan, shape: MeshShape) -> Schedule:
@@ -49,5 +49,5 @@ TP1D = Algorithm(
     schedule=schedule,
     flatten=_flatten,
     forward_dataflows=(Dataflow.RS,),
-    options=("split",),
+    options=("split", "ring_form", "scatter_group"),
 )

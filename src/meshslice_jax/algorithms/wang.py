@@ -21,8 +21,8 @@ def kernel(lhs: jax.Array, rhs: jax.Array, job: Job) -> jax.Array:
 
 
 def faults(problem: GemmProblem, plan: GemmPlan, shape: MeshShape) -> list[str]:
-    """A slice count that does not divide the ring."""
-    return ring.faults(problem, plan, shape.size(plan.ring))
+    """What the ring cannot do, and groups where no ringed output has them."""
+    return ring.faults(problem, plan, shape, plan.ring)
 
 
 def schedule(problem: GemmProblem, plan: GemmPlan, shape: MeshShape) -> Schedule:
@@ -36,5 +36,5 @@ WANG = Algorithm(
     kernel=kernel,
     faults=faults,
     schedule=schedule,
-    options=("ring",),
+    options=("ring", "ring_form", "scatter_group"),
 )

@@ -6,15 +6,16 @@ are the compiler's; the links are a model of ours, with these assumptions:
 - The core runs its work in the compiler's order, one at a time. Work with an estimate
   takes its cycles at the chip's clock, other work moves its operands and result through
   HBM. Copies that the compiler schedules as prefetches are free.
-- A mesh axis is a ring of links of its own (a line where the profile says so). A
-  collective over P chips of an axis is a ring algorithm on both directions: what one
-  chip sends at the rate of two links, a latency for every hop to the farthest chip (P/2
-  on a ring, P - 1 on a line), and a launch. An all-to-all loads each link with n^2/8
-  shards on a ring, n^2/4 on a line. A collective over both axes is one ring of all chips.
-- A permute is routed along rows, then along columns, the short way, hop by hop; each link
-  is held for what crosses it.
+- Each dimension of the torus is a ring of links (a line where the profile says so); a mesh
+  axis is one or several of them (`layout`). A collective over P chips is a ring algorithm
+  on both directions: what one chip sends at the rate of two links, a latency for every hop
+  to the farthest chip (P/2 on a ring, P - 1 on a line), and a launch; over several
+  dimensions it is one ring through all of its chips, which holds the links of all of them.
+  An all-to-all loads each link with n^2/8 shards on a ring, n^2/4 on a line.
+- A permute is routed dimension by dimension, the short way, hop by hop; each link is held
+  for what crosses it.
 - A transfer waits until every link direction that it needs is free, first come first
-  served. Both directions of both axes are separate: row and column traffic overlap.
+  served. Both directions of all dimensions are separate: row and column traffic overlap.
 - The links take nothing from HBM or the core, and starting an asynchronous transfer costs
   the core nothing.
 
@@ -23,9 +24,11 @@ core had work. `sensitivity` has the variants under which a ranking should stand
 """
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Iterable
 
+from meshslice_jax.compiled.layout import Layout, flat
 from meshslice_jax.compiled.program import Move, Wait, Work
 from meshslice_jax.hardware import HardwareSpec
 from meshslice_jax.mesh import MeshShape
@@ -87,13 +90,20 @@ class Links:
     Attributes:
       hardware: rates, latencies and which axes are rings.
       mesh_shape: (rows, cols).
+      layout: where the chips stand; by default each mesh axis is a dimension of its own.
       collective_rate: fraction of the ring model's rate that gathers and reduce-scatters
         reach; permutes are not touched by it.
     """
 
     hardware: HardwareSpec
     mesh_shape: MeshShape
+    layout: Layout | None = None
     collective_rate: float = 1.0
+
+    @functools.cached_property
+    def grid(self) -> Layout:
+        """The layout, given or by default."""
+        return self.layout or flat(self.mesh_shape)
 
 
 def sensitivity(links: Links) -> dict[str, Links]:
@@ -200,7 +210,8 @@ def transfer_s(move: Move, links: Links) -> tuple[dict[str, float], float]:
         one_link = hardware.axis_bytes_per_s(2, overlapped=overlapped, directions=1)
         holds = {resource: load * move.bytes / one_link for resource, load in loads.items()}
         return holds, launch_s + hops * hop_s
-    axes, ring = _axes(move.groups[0], links.mesh_shape), len(move.groups[0])
+    grid, ring = links.grid, len(move.groups[0])
+    axes = [grid.names[d] for d in grid.spanned(move.groups[0])]
     closed = hardware.is_ring(ring)
     hops = ring // 2 if closed else ring - 1
     if move.kind == "all-to-all":
@@ -215,22 +226,16 @@ def transfer_s(move: Move, links: Links) -> tuple[dict[str, float], float]:
     return holds, launch_s + hops * hop_s
 
 
-def _axes(group: tuple[int, ...], shape: MeshShape) -> tuple[str, ...]:
-    """The mesh axes along which the chips of a group differ."""
-    rows, cols = ({divmod(chip, shape.cols)[i] for chip in group} for i in (0, 1))
-    return tuple(axis for axis, places in (("row", rows), ("col", cols)) if len(places) > 1)
-
-
 def _route(pairs: tuple[tuple[int, int], ...], links: Links) -> tuple[dict[str, int], int]:
     """The load of the busiest link of each direction, in messages, and the longest way."""
-    shape, loads, longest = links.mesh_shape, Counter(), 0
+    grid, loads, longest = links.grid, Counter(), 0
     for source, target in pairs:
-        here, there, hops = list(divmod(source, shape.cols)), divmod(target, shape.cols), 0
-        for i, axis in enumerate(("row", "col")):
-            by, steps = _way(here[i], there[i], shape[i], links.hardware.is_ring(shape[i]))
+        here, there, hops = list(grid.places[source]), grid.places[target], 0
+        for i, (name, size) in enumerate(zip(grid.names, grid.sizes, strict=True)):
+            by, steps = _way(here[i], there[i], size, links.hardware.is_ring(size))
             for _ in range(steps):
-                loads[f"{axis}{'+' if by > 0 else '-'}", tuple(here)] += 1
-                here[i] = (here[i] + by) % shape[i]
+                loads[f"{name}{'+' if by > 0 else '-'}", tuple(here)] += 1
+                here[i] = (here[i] + by) % size
             hops += steps
         longest = max(longest, hops)
     busiest = {}

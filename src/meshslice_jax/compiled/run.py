@@ -16,9 +16,10 @@ from meshslice_jax.compiled import hlo, program
 from meshslice_jax.compiled.candidates import Candidate, Space, candidates, of_plan
 from meshslice_jax.compiled.compiler import Compiler
 from meshslice_jax.compiled.jobs import Answer, BlockJob, ProductJob
+from meshslice_jax.compiled.layout import lay_out
 from meshslice_jax.compiled.options import generation_of, options_of_plans
 from meshslice_jax.compiled.replay import Links, Replay, replay, sensitivity
-from meshslice_jax.compiled.topology import Topology, lay_out
+from meshslice_jax.compiled.topology import Topology
 from meshslice_jax.plan import GemmPlan, LayerPlan, as_layer_plan
 from meshslice_jax.problem import GemmProblem
 
@@ -62,7 +63,11 @@ class Study:
     @property
     def links(self) -> Links:
         """The mesh and the rates under which schedules are replayed."""
-        return Links(hardware=self.space.hardware, mesh_shape=self.space.mesh_shape)
+        return Links(
+            hardware=self.space.hardware,
+            mesh_shape=self.space.mesh_shape,
+            layout=lay_out(self.topology.dims, self.space.mesh_shape),
+        )
 
     @property
     def clock_hz(self) -> float:

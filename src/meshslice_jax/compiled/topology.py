@@ -3,22 +3,16 @@
 libtpu holds the whole TPU compiler, and JAX can hand it the description of a topology
 ("v4:4x8x8") in place of devices. What that takes differs by generation: a prefix of the
 name, a chip configuration, an accelerator type in the environment. `GENERATIONS` has it.
-
-A mesh of rows x cols is laid on the physical torus so that logical neighbours are
-physical ones: a mesh axis takes one dimension of the torus, or two whose chips are
-walked in a closed ring (32 of a 32x8 mesh on 4x8x8 is the 4x8 plane walked round). The
-compiler's choices and estimates do not depend on that order; the replay's model of the
-links does: it takes each mesh axis for a ring (or line) of its own.
 """
 
 import dataclasses
 import importlib.util
-import itertools
 import math
 import types
 
 import numpy as np
 
+from meshslice_jax.compiled.layout import lay_out
 from meshslice_jax.hardware import HARDWARE, HardwareSpec
 from meshslice_jax.mesh import MeshShape
 
@@ -168,72 +162,6 @@ def environment(topology: Topology) -> dict[str, str]:
     }
 
 
-def lay_out(dims: tuple[int, ...], shape: tuple[int, int]) -> np.ndarray:
-    """Which chip of a torus stands where in a mesh.
-
-    Args:
-      dims: sizes of the torus.
-      shape: (rows, cols); each is one dimension of the torus or a product of several.
-
-    Returns:
-      Coordinates of chips, [rows, cols, len(dims)]; neighbours along both axes are
-      physical neighbours, and both axes close to rings where the torus does.
-
-    Raises:
-      ValueError: no choice of dimensions makes up this mesh.
-    """
-    rows, cols = shape
-    for count in range(len(dims) + 1):
-        for chosen in itertools.combinations(range(len(dims)), count):
-            rest = [d for d in range(len(dims)) if d not in chosen]
-            sizes = [[dims[d] for d in part] for part in (chosen, rest)]
-            if (math.prod(sizes[0]), math.prod(sizes[1])) != (rows, cols):
-                continue
-            found = np.zeros((rows, cols, len(dims)), int)
-            found[:, :, list(chosen)] = np.array(_walk(sizes[0])).reshape(rows, 1, count)
-            found[:, :, rest] = np.array(_walk(sizes[1])).reshape(1, cols, len(rest))
-            return found
-    fitting = sorted({s for s in _mesh_shapes(dims) if 1 not in s} or _mesh_shapes(dims))
-    raise ValueError(
-        f"a {rows}x{cols} mesh does not lie on a {'x'.join(map(str, dims))} torus: each mesh "
-        "axis must be one of its dimensions or a product of several; what fits: "
-        + ", ".join(f"{r}x{c}" for r, c in fitting)
-    )
-
-
-def _mesh_shapes(dims: tuple[int, ...]) -> set[tuple[int, int]]:
-    parts = itertools.chain.from_iterable(
-        itertools.combinations(dims, count) for count in range(len(dims) + 1)
-    )
-    return {(math.prod(part), math.prod(dims) // math.prod(part)) for part in parts}
-
-
-def _walk(sizes: list[int]) -> list[tuple[int, ...]]:
-    """All places of a grid in an order that steps to a neighbour each time.
-
-    Two dimensions of which one is even make a closed ring: up and down through all
-    places but the first column, then back along that column. More dimensions make a
-    path (of which the last may be far from the first).
-    """
-    long = [d for d, size in enumerate(sizes) if size > 1]
-    if len(long) == 2 and any(sizes[d] % 2 == 0 for d in long):
-        major, minor = long if sizes[long[0]] % 2 == 0 else long[::-1]
-        steps = [(0, 0)]
-        for i in range(sizes[major]):
-            places = range(1, sizes[minor])
-            steps += [(i, j) for j in (places if i % 2 == 0 else reversed(places))]
-        steps += [(i, 0) for i in range(sizes[major] - 1, 0, -1)]
-        return [tuple({major: i, minor: j}.get(d, 0) for d in range(len(sizes))) for i, j in steps]
-    path = [()]
-    for size in sizes:
-        path = [
-            (*place, i)
-            for number, place in enumerate(path)
-            for i in (range(size) if number % 2 == 0 else reversed(range(size)))
-        ]
-    return path
-
-
 def topology_mesh(topology: Topology, shape: tuple[int, int]):
     """A `jax.sharding.Mesh` ("row", "col") over devices that are only described.
 
@@ -246,7 +174,7 @@ def topology_mesh(topology: Topology, shape: tuple[int, int]):
     import jax
     from jax.experimental import topologies
 
-    places = lay_out(topology.dims, MeshShape(*shape))
+    places = lay_out(topology.dims, MeshShape(*shape)).places
     require_libtpu()
     extra = {}
     if topology.generation.chip_config is not None:
@@ -255,8 +183,7 @@ def topology_mesh(topology: Topology, shape: tuple[int, int]):
     devices = {tuple(device.coords): device for device in described.devices}
     if len(devices) != len(described.devices):
         raise RuntimeError(f"{topology} has several devices a chip; one is expected")
-    grid = np.empty(tuple(shape), object)
-    for row, col in np.ndindex(*shape):
-        place = tuple(int(i) for i in places[row, col])
-        grid[row, col] = devices[place + (0,) * (3 - len(place))]
-    return jax.sharding.Mesh(grid, ("row", "col"))
+    grid = np.empty(math.prod(shape), object)
+    for chip, place in enumerate(places):
+        grid[chip] = devices[place + (0,) * (3 - len(place))]
+    return jax.sharding.Mesh(grid.reshape(shape), ("row", "col"))
