@@ -85,3 +85,12 @@ def get_text(key: str, timeout_s: float) -> str:
 def wait_at_barrier(key: str, timeout_s: float) -> None:
     """Waits for all processes; RuntimeError, which names those that miss, after `timeout_s`."""
     _distributed.global_state.client.wait_at_barrier(key, int(timeout_s * 1e3))
+
+
+def bind(eqn, inputs: list) -> list:
+    """Runs one equation of a jaxpr, as `jax.core.eval_jaxpr` does; its results."""
+    found = eqn.primitive.get_bind_params(eqn.params)
+    functions, params = ((), found) if isinstance(found, dict) else found
+    with eqn.ctx.manager:
+        results = eqn.primitive.bind(*functions, *inputs, **params)
+    return list(results) if eqn.primitive.multiple_results else [results]

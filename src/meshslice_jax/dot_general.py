@@ -115,7 +115,12 @@ class DotGeneral:
         expected = jax.eval_shape(
             dense, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, rhs))
         )
-        seen = {"lhs_shape": lhs.shape, "rhs_shape": rhs.shape, "out_shape": expected.shape}
+        seen = {
+            "lhs_shape": lhs.shape,
+            "rhs_shape": rhs.shape,
+            "out_shape": expected.shape,
+            "rhs_contracted": tuple(int(d) % rhs.ndim for d in dimension_numbers[0][1]),
+        }
         found = self._product(lhs, rhs, dimension_numbers, expected)
         if isinstance(found, str):
             product_log.record(product_log.Product(**seen, reason=found))
@@ -126,6 +131,7 @@ class DotGeneral:
                 problem=found.padded,
                 plan=self.plan,
                 mesh_shape=found.site.shape(self.plan.forward),
+                mesh=self.mesh or found.site.mesh or jax.sharding.get_abstract_mesh(),
                 replicas=found.site.replicas(self.plan.forward),
                 trimmed=found.extents if found.padded_extents != found.extents else None,
             )

@@ -79,12 +79,12 @@ def from_matrix(
     unfolded = [
         entry
         for group, names in zip(sizes, entries, strict=True)
-        for entry in _unfolded(group, axes_in(names), dict(site.sizes))
+        for entry in unfolded(group, axes_in(names), dict(site.sizes))
     ]
     return lax.reshape(x, shape, out_sharding=_named(site, unfolded))
 
 
-def _unfolded(group: tuple[int, ...], names: tuple[str, ...], axis_sizes: dict[str, int]) -> list:
+def unfolded(group: tuple[int, ...], names: tuple[str, ...], axis_sizes: dict[str, int]) -> list:
     """The entries of a group of dimensions whose flat index lay over `names`."""
     entries, left = [], list(names)
     for size in group:

@@ -17,6 +17,7 @@ import dataclasses
 from collections.abc import Iterator
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 
 from meshslice_jax.mesh import MeshShape
 from meshslice_jax.plan import LayerPlan
@@ -32,10 +33,14 @@ class Product:
       lhs_shape: global shape of lhs as it was passed.
       rhs_shape: global shape of rhs.
       out_shape: global shape of the result.
+      rhs_contracted: the dimensions of rhs over which it sums.
+      weight: which parameter of the layer rhs is, and the parameter's dimension for each
+        dimension of rhs.
       problem: the product as it runs, padded, over all replicas; None if it is not one
         matrix product.
       plan: the plan on which it runs; None where it runs as `lax.dot_general`.
       mesh_shape: sizes of the plan's row and col axis; None without a plan.
+      mesh: the mesh of the plan, as given or in context; None without a plan.
       replicas: data-parallel replicas that share m.
       trimmed: extents (m, n, k) before padding, if it was padded.
       reason: why it does not run on a plan; None where it does.
@@ -47,9 +52,12 @@ class Product:
     lhs_shape: tuple[int, ...]
     rhs_shape: tuple[int, ...]
     out_shape: tuple[int, ...]
+    rhs_contracted: tuple[int, ...] = ()
+    weight: tuple[str, tuple[int, ...]] | None = None
     problem: GemmProblem | None = None
     plan: LayerPlan | None = None
     mesh_shape: MeshShape | None = None
+    mesh: Mesh | AbstractMesh | None = None
     replicas: int = 1
     trimmed: tuple[int, int, int] | None = None
     reason: str | None = None
@@ -63,7 +71,7 @@ class _Log:
         self.products: list[Product] = []
 
 
-#: (log, layer) while somebody records, else None.
+#: (log, layer, weight) while somebody records, else None.
 _current = jax.make_user_context(None)
 
 
@@ -71,16 +79,21 @@ _current = jax.make_user_context(None)
 def recording() -> Iterator[list[Product]]:
     """Collects the products that are traced inside, in order; yields the list."""
     log = _Log()
-    with _current((log, "")):
+    with _current((log, "", None)):
         yield log.products
 
 
 @contextlib.contextmanager
-def layer(path: str) -> Iterator[None]:
-    """Names the layer of the products traced inside, and of the errors that they raise."""
+def layer(path: str, weight: tuple[str, tuple[int, ...]] | None = None) -> Iterator[None]:
+    """Names the layer of the products traced inside, and of the errors that they raise.
+
+    Args:
+      path: the layer's path.
+      weight: the parameter of the layer that is rhs; see `Product`.
+    """
     found = _current.value
     try:
-        with contextlib.nullcontext() if found is None else _current((found[0], path)):
+        with contextlib.nullcontext() if found is None else _current((found[0], path, weight)):
             yield
     except (ValueError, NotImplementedError) as error:
         note = f"in layer {path!r}"
@@ -89,8 +102,17 @@ def layer(path: str) -> Iterator[None]:
         raise
 
 
+def is_recording() -> bool:
+    """Whether there is a log in context."""
+    return _current.value is not None
+
+
 def record(product: Product) -> None:
     """Adds a product to the log in context, if there is one."""
     if _current.value is not None:
-        log, path = _current.value
-        log.products.append(dataclasses.replace(product, layer=product.layer or path))
+        log, path, weight = _current.value
+        log.products.append(
+            dataclasses.replace(
+                product, layer=product.layer or path, weight=product.weight or weight
+            )
+        )

@@ -1,0 +1,127 @@
+"""nnx modules on a plan, changed in place: products swapped, kernels placed.
+
+Parameters that are no kernel of a planned product are replicated over the mesh, unless
+they were placed before.
+
+A layer with a `dot_general` attribute gets a product of its own there. A layer without one
+becomes an instance of a subclass of its own class whose `__call__` runs through `rewrite`;
+its attributes, its state and the names in it stay what they are.
+"""
+
+import dataclasses
+import functools
+
+import jax
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from meshslice_jax import product_log
+from meshslice_jax.dot_general import DotGeneral
+from meshslice_jax.nn import rewrite
+from meshslice_jax.nn.linen_layers import Unplanned
+from meshslice_jax.nn.placing import kernel_spec, names
+from meshslice_jax.nn.rules import Assignment, Choice
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerProduct:
+    """A product and the path of the layer that runs it, which does not count in `==`."""
+
+    op: DotGeneral | Unplanned
+    path: str = dataclasses.field(compare=False)
+
+    def __call__(self, *args, **kwargs) -> jax.Array:
+        with product_log.layer(self.path):
+            return self.op(*args, **kwargs)
+
+
+def parallelize_nnx(
+    model: nnx.Module, assignment: Assignment, mesh: Mesh | AbstractMesh
+) -> nnx.Module:
+    """Swaps the products of a model's layers and places their kernels, in place."""
+    for keys, module in list(nnx.iter_modules(model)):
+        path = "/".join(map(str, keys))
+        hooked = hasattr(module, "dot_general")
+        choice = assignment.choose(path, hooked=hooked)
+        if hooked:
+            _swap(module, path, choice)
+            if choice.op is not None:
+                _place(module, choice.op, mesh)
+        elif choice.op is not None and _owns_parameters(module):
+            module.meshslice_choice = LayerProduct(choice.op, path)
+            module.__class__ = _rewriting(type(module))
+    if isinstance(mesh, Mesh):
+        nnx.update(
+            model, jax.tree.map(functools.partial(_spread, mesh), nnx.state(model, nnx.Param))
+        )
+    return model
+
+
+def _spread(mesh: Mesh, leaf):
+    """A parameter that lies on one device, replicated over the mesh; others as they are."""
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+        return leaf
+    if len(leaf.sharding.device_set) > 1 or mesh.size == 1:
+        return leaf
+    return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
+
+
+def _swap(module: nnx.Module, path: str, choice: Choice) -> None:
+    cls = getattr(module, "dot_general_cls", None)
+    own = cls() if cls else module.dot_general
+    if isinstance(own, LayerProduct):  # parallelized before
+        own = own.op.product if isinstance(own.op, Unplanned) else None
+    op = choice.op or Unplanned(own or jax.lax.dot_general, choice)
+    module.dot_general = LayerProduct(op, path)
+    if cls is not None:
+        module.dot_general_cls = None
+
+
+def _place(module: nnx.Module, op: DotGeneral, mesh: Mesh | AbstractMesh) -> None:
+    """Puts the kernel of a hooked layer where its plan has it."""
+    kernel = module.kernel[...]
+    features = [getattr(module, f"{side}_features") for side in ("in", "out")]
+    inputs, outputs = (f if isinstance(f, tuple) else (f,) for f in features)
+    shape = (*inputs, *outputs)
+    stacked = kernel.ndim - len(shape)
+    if stacked < 0 or kernel.shape[stacked:] != shape:
+        return  # batch dimensions: several products
+    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    spec = kernel_spec(op.plan, shape, tuple(range(len(inputs))), sizes)
+    sharding = NamedSharding(mesh, PartitionSpec(*(None,) * stacked, *spec))
+    if isinstance(kernel, jax.ShapeDtypeStruct):
+        module.kernel.set_value(jax.ShapeDtypeStruct(kernel.shape, kernel.dtype, sharding=sharding))
+    elif isinstance(mesh, Mesh):
+        module.kernel.set_value(jax.device_put(kernel, sharding))
+
+
+def _owns_parameters(module: nnx.Module) -> bool:
+    return any(isinstance(value, nnx.Param) for value in vars(module).values())
+
+
+@functools.cache
+def _rewriting(cls: type) -> type:
+    """The subclass of a layer's class that replaces the products of its own parameters."""
+
+    def __call__(self, *args, **kwargs):  # noqa: N807
+        graph, state = nnx.split(self)
+        chosen = self.meshslice_choice
+
+        def pure(state, *args, **kwargs):
+            module = nnx.merge(graph, state)
+            result = cls.__call__(module, *args, **kwargs)
+            return result, nnx.state(module)
+
+        result, state = rewrite.run(
+            pure, state, args, kwargs, op=chosen.op, path=chosen.path, name_of=_own
+        )
+        nnx.update(self, state)
+        return result
+
+    return type(cls)(cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__})
+
+
+def _own(keys: tuple) -> str | None:
+    """The name of a parameter that the layer itself holds."""
+    found = names(keys)
+    return found[0] if len(found) == 1 else None
