@@ -12,6 +12,7 @@ from meshslice_jax.cli.doctor import doctor
 from meshslice_jax.cli.launch import launch
 from meshslice_jax.cli.reproduce import reproduce
 from meshslice_jax.cli.simulate import simulate
+from meshslice_jax.cli.train import train
 from meshslice_jax.cli.tune import tune
 
 app = typer.Typer(
@@ -25,6 +26,7 @@ app = typer.Typer(
 app.command()(bench)
 app.command()(doctor)
 app.command()(tune)
+app.command()(train)
 app.command()(simulate)
 app.command()(reproduce)
 app.command("compile")(compile_)
