@@ -16,7 +16,7 @@ from meshslice_jax.dataflow import Contraction, Dataflow
 _CHOICES = {
     "reduce_dtype": ("float32", "output"),
     "reduce_scatter": ("native", "ring", "all_to_all"),
-    "gather_order": ("free", "ordered", "tied"),
+    "gather_order": ("free", "ordered", "tied", "serial"),
     "loop": ("auto", "unrolled", "rolled"),
     "ring": ("row", "col"),
     "ring_form": ("joined", "halves", "whole", "one_way"),
@@ -52,6 +52,8 @@ class GemmPlan:
       gather_order: "ordered" lets the gather of a slice start only when that of the slice
         before has arrived; "free" leaves it to the compiler (MeshSlice). "tied" does so by a
         data dependence, for compilers that drop what orders otherwise (XLA:CPU does).
+        "serial" makes it wait for the product of the slice before, and for the scatter of its
+        result: the same slices and nothing beside each other, a control for measurements.
       loop: how slices are run: "unrolled", "rolled" (one loop body), or "auto":
         unrolled for TPUs, rolled elsewhere (MeshSlice).
       ring: the axis whose collective becomes a ring of neighbour sends (Wang).

@@ -41,9 +41,13 @@ def kernel(lhs: jax.Array, rhs: jax.Array, job: Job) -> jax.Array:
     operands = {"lhs": lhs, "rhs": rhs}
     count, out = job.plan.slice_count, job.output()
     block = job.plan.block_size or largest_block(operands, job)
+    serial = job.plan.gather_order == "serial"
 
     def gathered(index, before=None) -> dict[str, jax.Array]:
-        """The moving inputs of a slice; `before` is that of the slice before it."""
+        """The moving inputs of a slice; `before` is that of the slice before it.
+
+        In a "serial" plan `before` is the result of the slice before.
+        """
         moved = {}
         with jax.named_scope(_label(index)):
             for mover in job.inputs():
@@ -53,6 +57,8 @@ def kernel(lhs: jax.Array, rhs: jax.Array, job: Job) -> jax.Array:
                     piece, _ = lax.optimization_barrier((piece, before[mover.role]))
                 elif before is not None and job.plan.gather_order == "tied":
                     piece = collectives.tie(piece, before[job.inputs()[-1].role])
+                elif before is not None and serial:
+                    piece = collectives.tie(piece, before)
                 moved[mover.role] = job.gather(piece, mover)
         return moved
 
@@ -64,13 +70,17 @@ def kernel(lhs: jax.Array, rhs: jax.Array, job: Job) -> jax.Array:
             turn = index if isinstance(index, int) else 0
             return scatter.product(operands | moved, moving, job, turn)
 
-    if job.rolled and count > 2:
+    if job.rolled and count > 2 and not serial:
         return _rolled(gathered, multiply, job, block)
     results, ahead = [], gathered(0)
     for index in range(count):
         current = ahead
-        ahead = gathered(index + 1, current) if index + 1 < count else None
-        results.append(multiply(current, index))
+        if serial:
+            results.append(multiply(current, index))
+        before = results[-1] if serial else current
+        ahead = gathered(index + 1, before) if index + 1 < count else None
+        if not serial:
+            results.append(multiply(current, index))
     if out is not None:
         return collectives.put_slices(results, out.dim, block)
     total = results[0]
