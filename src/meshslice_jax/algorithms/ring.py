@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshslice_jax import collectives
+from meshslice_jax import collectives, compat
 from meshslice_jax.algorithms import scatter
 from meshslice_jax.algorithms.base import (
     Job,
@@ -160,11 +160,11 @@ def _ring_gather_place(operands, job: Job, ringed: Mover, blocked: Mover) -> jax
         operands[ringed.role] = _join([part for part, _ in found], ringed.dim)
         partial, place = job.dot(**operands), 0
         if whole is None:
-            # Every slot is overwritten; so made, it varies over the axes that the result does.
-            times = -(-extent // partial.shape[blocked.dim])
-            whole = lax.slice_in_dim(
-                _join([partial] * times, blocked.dim), 0, extent, axis=blocked.dim
-            )
+            shape = list(partial.shape)
+            shape[blocked.dim] = extent  # every index of it is written
+            whole = lax.empty(tuple(shape), job.wire_dtype)
+            whole = lax.pcast(whole, tuple(compat.varying_axes(partial)), to="varying")
+        partial = partial.astype(job.wire_dtype)
         for part, start in found:
             size = part.shape[ringed.dim]
             piece = lax.slice_in_dim(partial, place, place + size, axis=blocked.dim)
