@@ -92,22 +92,6 @@ def test_any_rank_any_contraction_and_padding_equal_lax():
     same(op(lhs, rhs, (((2,), (0,)), ((), ()))), np.einsum("abc,cd->abd", lhs, rhs))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dataflow", ms.Dataflow)
-@pytest.mark.parametrize("algorithm", ms.ALGORITHMS)
-def test_every_algorithm_pads_and_flattens(algorithm, dataflow):
-    if dataflow not in ms.ALGORITHMS[algorithm].forward_dataflows:
-        return
-    packets = 3 if algorithm == "summa" else 1
-    plan = ms.GemmPlan(algorithm=algorithm, dataflow=dataflow, packets=packets)
-    shape = (2, 2) if algorithm == "cannon" else (2, 3)
-    op = ms.dot_general(plan, mesh=ms.make_mesh(shape), pad=True)
-    calls = (CALLS[1], CALLS[4], CALLS[7])
-    same(
-        everything(op, calls)(operands(calls)), everything(lax.dot_general, calls)(operands(calls))
-    )
-
-
 def test_dtypes_are_those_of_lax():
     op = ms.dot_general(PLAN, mesh=ms.make_mesh((2, 2)))
     dtypes = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.int8)
