@@ -36,16 +36,31 @@ class Samples:
     def max_s(self) -> float:
         return max(self.seconds)
 
-    def ratio_to(self, base: "Samples") -> float:
-        """The median over rounds of this time divided by the base's of the same round."""
+    def ratios_to(self, base: "Samples") -> tuple[float, ...]:
+        """This time divided by the base's of the same round, by round."""
         pairs = zip(self.seconds, base.seconds, strict=True)
-        return statistics.median(ours / theirs for ours, theirs in pairs)
+        return tuple(ours / theirs for ours, theirs in pairs)
+
+    def ratio_to(self, base: "Samples") -> float:
+        """The median of `ratios_to`."""
+        return statistics.median(self.ratios_to(base))
 
 
 def slowest(found: Sequence["Samples"]) -> "Samples":
     """One candidate's samples on several processes as those of the program."""
     rounds = zip(*(samples.seconds for samples in found), strict=True)
     return Samples(tuple(max(seconds) for seconds in rounds))
+
+
+def rotated(names: list[Name], turn: int) -> list[Name]:
+    """A round that starts one further than the round before."""
+    start = turn % len(names) if names else 0
+    return names[start:] + names[:start]
+
+
+def back_and_forth(names: list[Name], turn: int) -> list[Name]:
+    """Every other round in reverse."""
+    return names[::-1] if turn % 2 else names
 
 
 def interleaved(
@@ -55,6 +70,7 @@ def interleaved(
     clock: Callable[[], float] = time.perf_counter,
     wait: Callable[[object], object] = jax.block_until_ready,
     ready: Callable[[], object] = lambda: None,
+    order: Callable[[list[Name], int], list[Name]] = rotated,
 ) -> dict[Name, Samples]:
     """Times every call once a round, for `repeats` rounds.
 
@@ -64,6 +80,7 @@ def interleaved(
       clock: seconds, monotonic.
       wait: blocks until all arrays in a call's result are there.
       ready: called before each call, outside its time; processes wait here for each other.
+      order: of the names, in the round of a number.
 
     Returns:
       The samples of each call.
@@ -76,8 +93,7 @@ def interleaved(
     names = list(calls)
     seconds: dict[Name, list[float]] = {name: [] for name in names}
     for turn in range(repeats):
-        start = turn % len(names) if names else 0
-        for name in names[start:] + names[:start]:
+        for name in order(names, turn):
             ready()
             begin = clock()
             wait(calls[name]())

@@ -20,7 +20,7 @@ from meshslice_jax.bench.candidates import Candidate, candidates
 from meshslice_jax.bench.cases import Options, Pass, Row, cases
 from meshslice_jax.bench.operands import Data, find_error, random_matrices, reference
 from meshslice_jax.problem import NATURAL
-from meshslice_jax.timing import Samples, interleaved, slowest
+from meshslice_jax.timing import Name, Samples, interleaved, rotated, slowest
 
 
 def program(case: Pass, candidate: Candidate, data: Data, mesh: Mesh):
@@ -65,9 +65,9 @@ def prepare(case: Pass, candidate: Candidate, data: Data, mesh: Mesh, expected: 
     try:
         function, operands = program(case, candidate, data, mesh)
         begin = time.perf_counter()
-        compiled = function.lower(*operands).compile()
+        compiled = function.lower(*operands).compile(candidate.compiler_options)
         compile_s = time.perf_counter() - begin
-        error = _anyones(find_error(jax.block_until_ready(compiled(*operands)), expected))
+        error = first_error(find_error(jax.block_until_ready(compiled(*operands)), expected))
     except jax.errors.JaxRuntimeError as failure:  # the device's, such as out of memory
         if compat.num_processes() > 1:
             raise  # the other processes may still wait for this one
@@ -81,8 +81,8 @@ def prepare(case: Pass, candidate: Candidate, data: Data, mesh: Mesh, expected: 
     return msgspec.structs.replace(row, check="pass"), call
 
 
-def _anyones(error: str | None) -> str | None:
-    """The first error of any process."""
+def first_error(error: str | None) -> str | None:
+    """The first error of any process; all must ask."""
     found = distributed.gather_text(error or "")
     if len(found) == 1:
         return error
@@ -94,9 +94,13 @@ def _together() -> None:
     distributed.barrier()
 
 
-def _times(calls: dict[int, Callable[[], object]], repeats: int) -> dict[int, Samples]:
-    """Times of all calls, each that of the slowest process."""
-    own = interleaved(calls, repeats, ready=_together)
+def times(
+    calls: dict[Name, Callable[[], object]],
+    repeats: int,
+    order: Callable[[list[Name], int], list[Name]] = rotated,
+) -> dict[Name, Samples]:
+    """Times of all calls, each that of the slowest process; `order` as for `interleaved`."""
+    own = interleaved(calls, repeats, ready=_together, order=order)
     texts = distributed.gather_text(json.dumps([samples.seconds for samples in own.values()]))
     found = zip(*(map(Samples, map(tuple, json.loads(text))) for text in texts), strict=True)
     return dict(zip(own, map(slowest, found), strict=True))
@@ -145,7 +149,7 @@ def measure(
         if call is not None:
             calls[index] = call
     on_step(f"{case.layer} {case.name} timing")
-    samples = _times(calls, repeats)
+    samples = times(calls, repeats)
     gspmd = {
         candidate.base: samples.get(index)
         for index, candidate in enumerate(found)

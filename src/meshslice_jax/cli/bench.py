@@ -12,6 +12,7 @@ from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColum
 from meshslice_jax import algorithms, compat, distributed, models
 from meshslice_jax import bench as benchmark
 from meshslice_jax.cli import common, plan_report, report
+from meshslice_jax.cli.wire import bench_wire
 from meshslice_jax.dataflow import Dataflow
 from meshslice_jax.hardware import HardwareSpec, hardware_spec
 from meshslice_jax.mesh import make_mesh, parse_mesh_shape
@@ -73,6 +74,13 @@ def bench(
     ] = None,
     passes: Annotated[str, typer.Option(help="Passes of fwd,dlhs,drhs.")] = "fwd,dlhs,drhs",
     repeats: Annotated[int, typer.Option(help="Rounds of timing.")] = 7,
+    wire: Annotated[
+        str | None,
+        typer.Option(
+            help="Measure over real links between processes (root): auto, Mbit/s such as 430, "
+            "or times compute such as 1.5x; a list. --passes may be fwd,dlhs,drhs,step."
+        ),
+    ] = None,
     json: Annotated[
         Path | None, typer.Option(help="Write rows as a JSON list (.jsonl: one a line).")
     ] = None,
@@ -85,6 +93,9 @@ def bench(
     Every answer is compared with NumPy's first; a wrong one ends with exit code 1.
     Candidates of a pass take turns; compilation and warm-up are apart.
     """
+    if wire is not None:
+        bench_wire(context, wire, json, plot)
+        return
     with common.usage_errors():
         common.check_outputs(json, plot, draws=plot is not None)
         if plan is None:
