@@ -12,6 +12,7 @@ import random
 
 import meshslice_jax as ms
 from meshslice_jax.algorithms import ALGORITHMS
+from meshslice_jax.algorithms.meshslice import units
 from meshslice_jax.dataflow import TABLE, Contraction
 
 MESHES = (
@@ -41,7 +42,8 @@ RING_FORMS = (
 SCATTER_FORMS = (
     {"reduce_scatter": "ring", "gather_order": "ordered"},
     {"reduce_scatter": "ring", "scatter_group": 2},
-    {"reduce_scatter": "all_to_all"},
+    {"reduce_scatter": "all_to_all", "taper": "ends"},
+    {"taper": "head"},
 )
 
 
@@ -75,7 +77,7 @@ def extents(plan: ms.GemmPlan, mesh: tuple[int, int]) -> dict[str, int]:
     row = TABLE[plan.dataflow]
     local = 3
     if plan.algorithm == "meshslice":
-        local = plan.slice_count * (plan.block_size or 3) * (2 if plan.block_size == 1 else 1)
+        local = sum(units(plan)[1]) * (plan.block_size or 3) * (2 if plan.block_size == 1 else 1)
     if plan.ring_form == "halves":
         local = 4
     home = 4 if plan.packets > 1 else 1  # packets cut both halves of a home extent
@@ -102,11 +104,14 @@ def plans(algorithm: str, mesh: tuple[int, int]):
             if "ring" in fields or ring == "row":
                 yield ms.GemmPlan(algorithm=algorithm, dataflow=dataflow, ring=ring, **form)
     if "reduce_scatter" in ALGORITHMS[algorithm].options:
-        loops = {1: "unrolled", 3: "rolled", 4: "unrolled"}
-        for slices, form in itertools.product(loops, SCATTER_FORMS):
-            # The gradients are ls and rs products.
-            yield ms.GemmPlan(
-                algorithm=algorithm, dataflow="os", slice_count=slices, loop=loops[slices], **form
+        for slices, form in itertools.product((1, 3, 4), SCATTER_FORMS):
+            rolled = slices == 3 and "taper" not in form
+            yield ms.GemmPlan(  # its gradients are ls and rs products
+                algorithm=algorithm,
+                dataflow="os",
+                slice_count=slices,
+                loop="rolled" if rolled else "unrolled",
+                **form,
             )
 
 

@@ -58,9 +58,7 @@ def all_to_all(x: jax.Array, axis: Axis, dim: int, group: int) -> jax.Array:
     """
     groups = None
     if group < axis.size:
-        groups = tuple(
-            tuple(range(first, first + group)) for first in range(0, axis.size, group)
-        )
+        groups = tuple(tuple(range(first, first + group)) for first in range(0, axis.size, group))
     return lax.all_to_all(x, axis.names, dim, dim, axis_index_groups=groups, tiled=True)
 
 
@@ -176,32 +174,42 @@ def _directed_packets(x: jax.Array, packets: int, dim: int):
 
 
 def take_slice(
-    x: jax.Array, dim: int, slice_count: int, block_size: int, slice_index: int | jax.Array
+    x: jax.Array,
+    dim: int,
+    slice_count: int,
+    block_size: int,
+    slice_index: int | jax.Array,
+    width: int = 1,
 ) -> jax.Array:
     """Every `slice_count`-th block of `block_size` indices, from block `slice_index` on.
 
+    With a `width` above 1 it is that many neighbouring slices in one.
     (MeshSlice, ISCA 2025, section 3.1: strided blocks, so that gathered slices of
     both operands hold the same global indices whatever the mesh shape.)
     """
-    if slice_count == 1:
+    if slice_count == width:
         return x
     extent = x.shape[dim]
     blocks = extent // (slice_count * block_size)
     split = x.shape[:dim] + (blocks, slice_count, block_size) + x.shape[dim + 1 :]
-    merged = x.shape[:dim] + (extent // slice_count,) + x.shape[dim + 1 :]
+    merged = x.shape[:dim] + (extent // slice_count * width,) + x.shape[dim + 1 :]
     if isinstance(slice_index, int):
-        picked = lax.index_in_dim(x.reshape(split), slice_index, dim + 1, keepdims=False)
+        stop = slice_index + width
+        picked = lax.slice_in_dim(x.reshape(split), slice_index, stop, axis=dim + 1)
     else:
-        picked = lax.dynamic_index_in_dim(x.reshape(split), slice_index, dim + 1, keepdims=False)
+        picked = lax.dynamic_slice_in_dim(x.reshape(split), slice_index, width, dim + 1)
     return picked.reshape(merged)
 
 
-def put_slices(slices: list[jax.Array], dim: int, block_size: int) -> jax.Array:
+def put_slices(
+    slices: list[jax.Array], dim: int, block_size: int, widths: tuple[int, ...]
+) -> jax.Array:
     """The inverse of `take_slice` over all slices: interleaves their blocks."""
     if len(slices) == 1:
         return slices[0]
-    extent = slices[0].shape[dim]
-    shape = slices[0].shape
-    split = shape[:dim] + (extent // block_size, 1, block_size) + shape[dim + 1 :]
-    stacked = lax.concatenate([x.reshape(split) for x in slices], dim + 1)
-    return stacked.reshape(shape[:dim] + (extent * len(slices),) + shape[dim + 1 :])
+    parts = []
+    for x, width in zip(slices, widths, strict=True):
+        blocks = x.shape[dim] // (width * block_size)
+        parts.append(x.reshape(x.shape[:dim] + (blocks, width, block_size) + x.shape[dim + 1 :]))
+    whole = slices[0].shape[:dim] + (sum(x.shape[dim] for x in slices),)
+    return lax.concatenate(parts, dim + 1).reshape(whole + slices[0].shape[dim + 1 :])

@@ -17,6 +17,7 @@ _CHOICES = {
     "reduce_dtype": ("float32", "output"),
     "reduce_scatter": ("native", "ring", "all_to_all"),
     "gather_order": ("free", "ordered", "tied", "serial"),
+    "taper": ("none", "head", "ends"),
     "loop": ("auto", "unrolled", "rolled"),
     "ring": ("row", "col"),
     "ring_form": ("joined", "halves", "whole", "one_way"),
@@ -35,6 +36,9 @@ class GemmPlan:
         and means the algorithm's natural number of steps.
       block_size: consecutive indices of the streamed dimension that a slice
         takes at a time (MeshSlice); None is the largest legal size.
+      taper: "head" makes the first slice half as large as the others, "ends" the last one
+        too: what nothing hides, the first gather and the last scatter, is halved
+        (MeshSlice; unrolled).
       row_axis: mesh axis along which mesh-row coordinates vary.
       col_axis: mesh axis along which mesh-column coordinates vary. Exchanging
         the two names gives the twin dataflow.
@@ -70,6 +74,7 @@ class GemmPlan:
     dataflow: Dataflow = Dataflow.OS
     slice_count: int = 1
     block_size: int | None = None
+    taper: str = "none"
     row_axis: str = "row"
     col_axis: str = "col"
     batch_axes: tuple[str, ...] = ()

@@ -16,6 +16,7 @@ with `Schedule.totals`; `cost` turns them into seconds.
 
 import collections
 import dataclasses
+import itertools
 from typing import Literal
 
 Kind = Literal["all_gather", "reduce_scatter", "all_to_all", "permute", "broadcast", "reduce"]
@@ -143,16 +144,41 @@ class Schedule:
         return Totals(flops=flops, bytes=dict(bytes_), ops=dict(ops))
 
 
-def pipelined(
-    ahead: tuple[Transfer, ...], behind: tuple[Transfer, ...], product: Product, count: int
-) -> tuple[tuple[Step, int], ...]:
-    """`count` products, moves of inputs one step ahead of them, those of the output one behind."""
-    return sequence(
-        (Step(transfers=ahead), 1),
-        (Step(transfers=ahead + behind, product=product), count - 1),
-        (Step(product=product), 1),
-        (Step(transfers=behind), 1),
-    )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slice:
+    """A product, the moves of its inputs, and those of its output.
+
+    Attributes:
+      ahead: what brings the inputs.
+      behind: what carries the output away.
+      product: the product.
+    """
+
+    ahead: tuple[Transfer, ...]
+    behind: tuple[Transfer, ...]
+    product: Product
+
+    def widened(self, width: int, streamed: str) -> "Slice":
+        """`width` such slices in one: as many indices of the dimension `streamed`."""
+        if width == 1:
+            return self
+        ahead, behind = (
+            tuple(dataclasses.replace(t, bytes=t.bytes * width) for t in moves)
+            for moves in (self.ahead, self.behind)
+        )
+        extent = getattr(self.product, streamed) * width
+        product = dataclasses.replace(self.product, **{streamed: extent})
+        return Slice(ahead=ahead, behind=behind, product=product)
+
+
+def pipelined(slices: list[Slice]) -> tuple[tuple[Step, int], ...]:
+    """Products in order, moves of inputs one step ahead of them, those of the output one behind."""
+    steps = [(Step(transfers=slices[0].ahead), 1)]
+    for (current, following), alike in itertools.groupby(itertools.pairwise(slices)):
+        transfers = following.ahead + current.behind
+        steps.append((Step(transfers=transfers, product=current.product), len(list(alike))))
+    last = slices[-1]
+    return sequence(*steps, (Step(product=last.product), 1), (Step(transfers=last.behind), 1))
 
 
 def sequence(*entries: tuple[Step, int]) -> tuple[tuple[Step, int], ...]:

@@ -20,7 +20,7 @@ from meshslice_jax.algorithms.base import (
 from meshslice_jax.mesh import MeshShape
 from meshslice_jax.plan import GemmPlan
 from meshslice_jax.problem import GemmProblem
-from meshslice_jax.schedule import Schedule, pipelined
+from meshslice_jax.schedule import Schedule, Slice, pipelined
 
 
 def kernel(lhs: jax.Array, rhs: jax.Array, job: Job) -> jax.Array:
@@ -39,7 +39,7 @@ def schedule(problem: GemmProblem, plan: GemmPlan, shape: MeshShape) -> Schedule
     gathers = transfers(*(collective(problem, plan, mover, shape) for mover in inputs))
     scatter = transfers(output and collective(problem, plan, output, shape))
     return Schedule(
-        steps=pipelined(gathers, scatter, product, 1),
+        steps=pipelined([Slice(ahead=gathers, behind=scatter, product=product)]),
         **memory(
             problem,
             plan,

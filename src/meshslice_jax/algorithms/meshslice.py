@@ -11,8 +11,12 @@ slice s-1 is reduce-scattered, along both mesh axes at once:
         out += partial      or      out[slice s] = scatter(partial)
 
 With S = 1 it is the Collective algorithm. (MeshSlice, ISCA 2025, sections 3.1-3.4.)
+
+A tapered plan cuts finer, into *units*, and makes slices of two units but for the first
+(and the last), which are one: nothing hides the first gather and the last scatter.
 """
 
+import itertools
 import math
 
 import jax
@@ -33,13 +37,14 @@ from meshslice_jax.algorithms.base import (
 from meshslice_jax.mesh import MeshShape
 from meshslice_jax.plan import GemmPlan
 from meshslice_jax.problem import GemmProblem
-from meshslice_jax.schedule import Schedule, pipelined
+from meshslice_jax.schedule import Schedule, Slice, pipelined
 
 
 def kernel(lhs: jax.Array, rhs: jax.Array, job: Job) -> jax.Array:
     """One chip's part, from its shards; see the module's text."""
     operands = {"lhs": lhs, "rhs": rhs}
-    count, out = job.plan.slice_count, job.output()
+    out, (starts, widths) = job.output(), units(job.plan)
+    count, total_units = len(widths), sum(widths)
     block = job.plan.block_size or largest_block(operands, job)
     serial = job.plan.gather_order == "serial"
 
@@ -52,7 +57,10 @@ def kernel(lhs: jax.Array, rhs: jax.Array, job: Job) -> jax.Array:
         with jax.named_scope(_label(index)):
             for mover in job.inputs():
                 shard = operands[mover.role]
-                piece = collectives.take_slice(shard, mover.dim, count, block, index)
+                start, width = (
+                    (starts[index], widths[index]) if isinstance(index, int) else (index, 1)
+                )
+                piece = collectives.take_slice(shard, mover.dim, total_units, block, start, width)
                 if before is not None and job.plan.gather_order == "ordered":
                     piece, _ = lax.optimization_barrier((piece, before[mover.role]))
                 elif before is not None and job.plan.gather_order == "tied":
@@ -70,7 +78,7 @@ def kernel(lhs: jax.Array, rhs: jax.Array, job: Job) -> jax.Array:
             turn = index if isinstance(index, int) else 0
             return scatter.product(operands | moved, moving, job, turn)
 
-    if job.rolled and count > 2 and not serial:
+    if job.rolled and count > 2 and not serial and job.plan.taper == "none":
         return _rolled(gathered, multiply, job, block)
     results, ahead = [], gathered(0)
     for index in range(count):
@@ -82,11 +90,21 @@ def kernel(lhs: jax.Array, rhs: jax.Array, job: Job) -> jax.Array:
         if not serial:
             results.append(multiply(current, index))
     if out is not None:
-        return collectives.put_slices(results, out.dim, block)
+        return collectives.put_slices(results, out.dim, block, widths)
     total = results[0]
     for partial in results[1:]:
         total = total + partial
     return total.astype(job.out_dtype)
+
+
+def units(plan: GemmPlan) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """First units of the slices, and their widths in units."""
+    widths = [1 if plan.taper == "none" else 2] * plan.slice_count
+    widths[0] = 1
+    if plan.taper == "ends":
+        widths[-1] = 1
+    starts = itertools.accumulate(widths[:-1], initial=0)
+    return tuple(starts), tuple(widths)
 
 
 def _label(index) -> str:
@@ -132,7 +150,8 @@ def largest_block(operands: dict[str, jax.Array], job: Job) -> int:
     """The largest legal block size, from the local streamed extents of both movers."""
     mover = job.inputs()[0]
     streamed = operands[mover.role].shape[mover.dim] * job.axis(mover.axis).size
-    return math.gcd(streamed // job.row.size, streamed // job.col.size) // job.plan.slice_count
+    extent = math.gcd(streamed // job.row.size, streamed // job.col.size)
+    return extent // sum(units(job.plan)[1])
 
 
 def faults(problem: GemmProblem, plan: GemmPlan, shape: MeshShape) -> list[str]:
@@ -143,35 +162,47 @@ def faults(problem: GemmProblem, plan: GemmPlan, shape: MeshShape) -> list[str]:
         return []  # no local extents to cut; the divisibility fault says so
     rings = "" if plan.reduce_scatter == "ring" else "reduce_scatter='ring'"
     found = scatter.faults(problem, plan, shape, rings=rings)
-    if extent % (plan.slice_count * block) == 0:
+    if plan.taper != "none" and plan.loop == "rolled":
+        found.append(f"taper={plan.taper!r} makes unequal slices, which loop='rolled' cannot run")
+    pieces = sum(units(plan)[1])
+    if extent % (pieces * block) == 0:
         return found
     movers = ", ".join(
         f"{problem.extent(label) // shape.size(mover.axis)} in {mover.role}"
         for mover in plan.contraction.movers
     )
+    cut = f"slice_count {plan.slice_count}"
+    if plan.taper != "none":
+        cut += f" with taper={plan.taper!r} ({pieces} units)"
     return [
         *found,
-        f"slice_count {plan.slice_count} x block_size {block} does not divide the local extents "
+        f"{cut} x block_size {block} does not divide the local extents "
         f"of the streamed dimension {label} = {problem.extent(label)} ({movers})",
     ]
 
 
 def schedule(problem: GemmProblem, plan: GemmPlan, shape: MeshShape) -> Schedule:
     """Gathers run one slice ahead of products, reduce-scatters one behind."""
-    count = plan.slice_count
+    _, widths = units(plan)
+    pieces, count = sum(widths), len(widths)
     inputs, output = split_movers(plan)
-    ahead = transfers(*(collective(problem, plan, mover, shape, count) for mover in inputs))
-    behind = scatter.transfers_of(problem, plan, output, shape, count)
-    product = scatter.chunked(local_product(problem, plan, shape, count), plan, output, shape)
-    held = min(count, 2)
+
+    ahead = transfers(*(collective(problem, plan, mover, shape, pieces) for mover in inputs))
+    behind = scatter.transfers_of(problem, plan, output, shape, pieces)
+    product = scatter.chunked(local_product(problem, plan, shape, pieces), plan, output, shape)
+    unit = Slice(ahead=ahead, behind=behind, product=product)
+    made = {width: unit.widened(width, plan.contraction.streamed) for width in set(widths)}
+    held, widest = min(count, 2), max(widths)
     return Schedule(
-        steps=pipelined(ahead, behind, product, count),
+        steps=pipelined([made[width] for width in widths]),
         **memory(
             problem,
             plan,
             shape,
-            gathered={mover.role: held * shape.size(mover.axis) / count for mover in inputs},
-            partial=product,
+            gathered={
+                mover.role: held * shape.size(mover.axis) * widest / pieces for mover in inputs
+            },
+            partial=made[widest].product,
             buffers=held,
         ),
     )
@@ -183,5 +214,5 @@ MESHSLICE = Algorithm(
     kernel=kernel,
     faults=faults,
     schedule=schedule,
-    options=("block_size", "loop", "reduce_scatter", "scatter_group", "gather_order"),
+    options=("block_size", "loop", "taper", "reduce_scatter", "scatter_group", "gather_order"),
 )

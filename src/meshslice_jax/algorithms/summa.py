@@ -30,7 +30,7 @@ from meshslice_jax.dataflow import Mover
 from meshslice_jax.mesh import MeshShape
 from meshslice_jax.plan import GemmPlan
 from meshslice_jax.problem import GemmProblem
-from meshslice_jax.schedule import Schedule, Transfer, pipelined
+from meshslice_jax.schedule import Schedule, Slice, Transfer, pipelined
 
 
 def kernel(lhs: jax.Array, rhs: jax.Array, job: Job) -> jax.Array:
@@ -144,7 +144,7 @@ def schedule(problem: GemmProblem, plan: GemmPlan, shape: MeshShape) -> Schedule
     product = local_product(problem, plan, shape, steps)
     held = min(steps, 2)
     return Schedule(
-        steps=pipelined(ahead, behind, product, steps),
+        steps=pipelined([Slice(ahead=ahead, behind=behind, product=product)] * steps),
         **memory(
             problem,
             plan,
