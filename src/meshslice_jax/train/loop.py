@@ -18,8 +18,8 @@ from meshslice_jax.train import text
 from meshslice_jax.train.checkpoint import Checkpoints
 from meshslice_jax.train.step import State, Trainer
 
-#: Steps that --profile-dir records, after the first ones.
-_PROFILE_FROM, _PROFILE_STEPS = 3, 3
+#: Steps that a profile records: the second of the run, compiled by then, and those after it.
+_PROFILE_FROM, _PROFILE_STEPS = 1, 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,7 @@ def train(
                 before = _tell(on_step, *waiting, before, data)
             waiting = step, loss
             distributed.step()
-            if step == first + _PROFILE_FROM + _PROFILE_STEPS - 1:
+            if step == min(first + _PROFILE_FROM + _PROFILE_STEPS, settings.steps) - 1:
                 jax.block_until_ready(state)
                 profile.close()
             if checkpoints is not None and (
