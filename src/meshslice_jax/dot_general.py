@@ -124,7 +124,8 @@ class DotGeneral:
         found = self._product(lhs, rhs, dimension_numbers, expected)
         if isinstance(found, str):
             product_log.record(product_log.Product(**seen, reason=found))
-            return dense(lhs, rhs, out_sharding=out_sharding)
+            with jax.named_scope(product_log.DENSE):
+                return dense(lhs, rhs, out_sharding=out_sharding)
         product_log.record(
             product_log.Product(
                 **seen,

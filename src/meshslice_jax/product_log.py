@@ -24,6 +24,10 @@ from meshslice_jax.plan import LayerPlan
 from meshslice_jax.problem import GemmProblem
 
 
+#: Named scope of the dense products that are recorded.
+DENSE = "dense_product"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Product:
     """One product that was traced, and what became of it.

@@ -22,7 +22,7 @@ from meshslice_jax import algorithms, cost
 from meshslice_jax.gemm import of_one_replica
 from meshslice_jax.hardware import HardwareSpec, hardware_spec
 from meshslice_jax.nn.linen_layers import ParallelModule
-from meshslice_jax.nn.placing import Shardings, kernels, names, size_bytes
+from meshslice_jax.nn.placing import Shardings, is_concrete, kernels, names, size_bytes
 from meshslice_jax.nn.trace import Trace, trace
 from meshslice_jax.product_log import Product
 
@@ -161,9 +161,9 @@ def _replicated(model: Any, inputs: tuple, found: Trace):
     shardings = Shardings(meshes[0], kernels(found.products, meshes[0]))
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         kernel = shardings.kernel(names(keys))
-        if kernel is None or not any(kernel.spec) or not isinstance(leaf, jax.Array):
+        if kernel is None or not any(kernel.spec) or not is_concrete(leaf):
             continue
-        if not isinstance(leaf, jax.core.Tracer) and leaf.sharding.is_fully_replicated:
+        if not isinstance(leaf, jax.Array) or leaf.sharding.is_fully_replicated:
             yield "/".join(names(keys)), size_bytes(leaf)
 
 

@@ -112,7 +112,8 @@ class Unplanned:
     choice: Choice
 
     def __call__(self, lhs, rhs, dimension_numbers, *args, **kwargs):
-        out = self.product(lhs, rhs, dimension_numbers, *args, **kwargs)
+        with jax.named_scope(product_log.DENSE):
+            out = self.product(lhs, rhs, dimension_numbers, *args, **kwargs)
         product_log.record(
             product_log.Product(
                 lhs_shape=lhs.shape,

@@ -19,7 +19,7 @@ from meshslice_jax import product_log
 from meshslice_jax.dot_general import DotGeneral
 from meshslice_jax.nn import rewrite
 from meshslice_jax.nn.linen_layers import Unplanned
-from meshslice_jax.nn.placing import kernel_spec, names
+from meshslice_jax.nn.placing import is_concrete, kernel_spec, names
 from meshslice_jax.nn.rules import Assignment, Choice
 
 
@@ -58,10 +58,10 @@ def parallelize_nnx(
 
 
 def _spread(mesh: Mesh, leaf):
-    """A parameter that lies on one device, replicated over the mesh; others as they are."""
-    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+    """A parameter that lies on no more than one device, replicated over the mesh."""
+    if not is_concrete(leaf) or mesh.size == 1:
         return leaf
-    if len(leaf.sharding.device_set) > 1 or mesh.size == 1:
+    if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1:
         return leaf
     return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
 
@@ -79,7 +79,7 @@ def _swap(module: nnx.Module, path: str, choice: Choice) -> None:
 
 def _place(module: nnx.Module, op: DotGeneral, mesh: Mesh | AbstractMesh) -> None:
     """Puts the kernel of a hooked layer where its plan has it."""
-    kernel = module.kernel[...]
+    kernel = module.kernel.get_value()
     features = [getattr(module, f"{side}_features") for side in ("in", "out")]
     inputs, outputs = (f if isinstance(f, tuple) else (f,) for f in features)
     shape = (*inputs, *outputs)

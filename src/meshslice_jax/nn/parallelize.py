@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from meshslice_jax.model_plan import ModelPlan
 from meshslice_jax.nn.linen_layers import ParallelModule
 from meshslice_jax.nn.nnx_layers import parallelize_nnx
-from meshslice_jax.nn.placing import Shardings, kernels
+from meshslice_jax.nn.placing import Shardings, is_concrete, kernels
 from meshslice_jax.nn.rewrite import split_arrays
 from meshslice_jax.nn.rules import Rule, assign
 from meshslice_jax.nn.trace import trace
@@ -130,7 +130,7 @@ def _place(model: nnx.Module, shardings: Shardings) -> None:
     wanted = shardings(state)
 
     def placed(leaf, sharding):
-        if not sharding.spec or not isinstance(leaf, jax.Array):
+        if not sharding.spec or not is_concrete(leaf):
             return leaf  # nothing is known of it: left where it is
         return jax.device_put(leaf, sharding)
 

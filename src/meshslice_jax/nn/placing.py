@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshslice_jax import gemm
@@ -125,6 +126,11 @@ def names(keys: tuple) -> tuple[str, ...]:
 
 def _named(key: Any) -> bool:
     return hasattr(key, "key") or hasattr(key, "idx")
+
+
+def is_concrete(leaf: Any) -> bool:
+    """Whether a leaf is an array that can be put somewhere."""
+    return isinstance(leaf, jax.Array | np.ndarray) and not isinstance(leaf, jax.core.Tracer)
 
 
 def size_bytes(leaf: Any) -> int:

@@ -25,7 +25,8 @@ class Trace:
     """The products of one call.
 
     Attributes:
-      products: those of layers, in order. Layers in a scan are traced, and listed, once.
+      products: those of layers, in order. What a layer does twice alike (in a scan, or
+        because it is called twice) is listed once.
       others: (lhs shape, rhs shape, how often) of products that no layer owns.
     """
 
@@ -72,22 +73,22 @@ def trace(model: Any, inputs: tuple, kwargs: dict, *, assignment=None) -> Trace:
     within = contextlib.nullcontext() if assignment is None else intercepted(assignment)
     with product_log.recording() as products, within:
         closed = jax.make_jaxpr(call)(arrays)
-    return Trace(products=tuple(products), others=_others(closed.jaxpr, products))
+    return Trace(products=tuple(dict.fromkeys(products)), others=_others(closed.jaxpr))
 
 
-def _others(jaxpr: Jaxpr, products: list[Product]) -> tuple:
+def _others(jaxpr: Jaxpr) -> tuple:
     """Products outside shard_maps that no layer recorded."""
     found = collections.Counter(
         (tuple(lhs.aval.shape), tuple(rhs.aval.shape)) for lhs, rhs in _dots(jaxpr)
     )
-    found -= collections.Counter((p.lhs_shape, p.rhs_shape) for p in products if p.plan is None)
     return tuple((lhs, rhs, count) for (lhs, rhs), count in found.items())
 
 
 def _dots(jaxpr: Jaxpr) -> Iterator[tuple]:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
-            yield tuple(eqn.invars)
+            if product_log.DENSE not in str(eqn.source_info.name_stack):
+                yield tuple(eqn.invars)
         elif eqn.primitive.name != "shard_map":
             for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
                 if _is_jaxpr(inner):

@@ -1,0 +1,395 @@
+"""Models that others wrote, unmodified, on a plan: values, gradients, placements, reports."""
+
+import io
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import meshslice_jax as ms
+from flax_callers import mixing
+from meshslice_jax.nn import rewrite
+from meshslice_jax.nn.rules import DEFAULT_RULES, assign
+from reference import small_integers
+
+PLANS = {
+    "qkv": ms.GemmPlan(slice_count=2),
+    "out": ms.GemmPlan(dataflow="ls", slice_count=2),
+    "ff1": ms.GemmPlan(algorithm="collective"),
+    "ff2": ms.GemmPlan(algorithm="wang", dataflow="rs"),
+}
+X = small_integers(1, 4, 4, 24)
+
+
+def mesh():
+    return ms.make_mesh((2, 4))
+
+
+class Conv(nn.Module):
+    """A layer without a hook, its kernel stored transposed, as in transformers' GPT-2."""
+
+    features: int
+
+    @nn.compact
+    def __call__(self, x, scale=None, train=False):
+        assert train is True and scale is None
+        kernel = self.param("kernel", nn.initializers.normal(), (self.features, x.shape[-1]))
+        return jax.lax.dot_general(x, kernel.T, (((x.ndim - 1,), (0,)), ((), ())))
+
+
+class Block(nn.Module):
+    """Attention, a layer in remat, one in jit, one without a hook, one without a rule."""
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        x = nn.MultiHeadDotProductAttention(3, attention_fn=mixing, name="attn")(x) % 3
+        h = nn.relu(nn.remat(nn.Dense)(32, name="fc1")(x)) % 3
+        h = nn.jit(nn.Dense)(32, name="up")(h) % 3
+        return Conv(24, name="fc2")(h, train=True) - nn.Dense(24, name="other")(x), None
+
+
+class Linen(nn.Module):
+    """Two blocks in a scan, and one product with a tied embedding."""
+
+    @nn.compact
+    def __call__(self, x):
+        layers = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+        x = layers(name="layers")(x, None)[0]
+        return jnp.dot(x, self.param("table", nn.initializers.normal(), (24, 8)))
+
+
+class Plain(nnx.Module):
+    """A layer without a hook that draws random numbers."""
+
+    def __init__(self, rngs):
+        self.w = nnx.Param(jnp.ones((32, 24)))
+        self.noise = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x, train=False):
+        assert train is True
+        return self.noise(x @ self.w[...])
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs):
+        self.attn = nnx.MultiHeadAttention(3, 24, attention_fn=mixing, decode=False, rngs=rngs)
+        self.mlp = nnx.List([nnx.Linear(24, 32, rngs=rngs), Plain(rngs)])
+        self.mix = nnx.Einsum("bsh,hnd->bsnd", (24, 4, 2), rngs=rngs)
+
+    def __call__(self, x):
+        x = self.attn(x) % 3
+        x = self.mlp[1](nnx.relu(self.mlp[0](x)) % 3, train=True) % 3
+        return self.mix(x)
+
+
+NNX_RULES = [(r"mlp/0$", "ff1"), (r"mlp/1$", "ff2"), (r"^mix$", "qkv"), *DEFAULT_RULES]
+
+
+def integers(tree):
+    """A tree of the same shapes that holds small integers."""
+    leaves, structure = jax.tree.flatten(tree)
+    filled = [small_integers(i, *leaf.shape) for i, leaf in enumerate(leaves)]
+    return jax.tree.unflatten(structure, filled)
+
+
+def same(found, expected):
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert got.shape == want.shape and got.dtype == want.dtype
+        assert (np.asarray(got) == np.asarray(want)).all()
+
+
+def test_linen_values_gradients_and_placements():
+    module = Linen()
+    plain = jax.eval_shape(module.init, jax.random.key(0), X)
+    variables = integers(plain)
+    model, shardings = ms.nn.parallelize(module, PLANS, mesh(), X)
+    assert jax.eval_shape(model.init, jax.random.key(0), X) == plain
+
+    def step(apply):
+        def loss(variables, x):
+            out = apply(variables, x)
+            return (out**2).sum(), out
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+
+    placed = jax.device_put(variables, shardings(variables))
+    # The module alone first: nn.jit keeps traces, which must not be taken for ours.
+    expected = step(module.apply)(variables, X)
+    same(step(model.apply)(placed, X), expected)
+
+    specs = jax.tree.map(lambda s: s.spec, shardings(variables))["params"]
+    layers = specs["layers"]
+    assert layers["attn"]["query"] == {"bias": P(), "kernel": P(None, "row", None, None)}  # 3 heads
+    assert layers["attn"]["out"]["kernel"] == P(None, None, None, "row")
+    assert layers["fc1"]["kernel"] == layers["up"]["kernel"] == P(None, "row", "col")
+    assert layers["fc2"]["kernel"] == P(None, "col", "row")  # stored transposed
+    assert layers["other"]["kernel"] == specs["table"] == P()
+    moments = shardings(jax.eval_shape(optax.adam(1e-3).init, variables["params"]))[0].mu
+    assert moments["layers"]["fc2"]["kernel"].spec == P(None, "col", "row")
+
+
+def test_linen_explain_and_strict():
+    module, out = Linen(), io.StringIO()
+    variables = integers(jax.eval_shape(module.init, jax.random.key(0), X))
+    model, shardings = ms.nn.parallelize(module, PLANS, mesh(), X)
+    found = ms.nn.explain(model, variables, X, file=out)
+    assert str(found) + "\n" == out.getvalue()
+    names = [row.product.layer for row in found.rows]
+    block = ("attn/query", "attn/key", "attn/value", "attn/out", "fc1", "up", "fc2", "other")
+    assert names == [f"layers/{name}" for name in block]
+    rows = dict(zip(block, found.rows, strict=True))
+    assert rows["fc2"].product.plan.forward.algorithm == "wang"
+    assert rows["attn/out"].product.problem == ms.GemmProblem(m=16, n=24, k=24)
+    assert [p.layer for p in found.trace.fallbacks] == ["layers/other"]
+    assert found.trace.others == (((4, 4, 24), (24, 8), 1),)
+    problem, plan = rows["fc1"].product.problem, PLANS["ff1"]
+    schedule = ms.schedule(problem, plan, (2, 4))
+    hardware = ms.hardware_spec("tpu_v4")
+    assert rows["fc1"].forward_s == ms.seconds(schedule, problem, hardware).total_s
+    assert rows["fc1"].step_s > rows["fc1"].forward_s and rows["fc1"].sent_bytes > 0
+    assert ("params/layers/fc2/kernel", 2 * 24 * 32 * 4) in found.replicated
+    assert len(found.replicated) == 7
+    text = out.getvalue()
+    assert "lax.dot_general: no rule matches its path" in text and "7 of 8 products" in text
+    assert "WARNING params/layers/fc2/kernel: 6.14 kB whole on every chip" in text
+
+    placed = jax.device_put(variables, shardings(variables))
+    assert not ms.nn.explain(model, placed, X, file=out).replicated
+    with pytest.raises(ValueError, match=r"1 of 8 products do not run[\s\S]*other: no rule"):
+        ms.nn.explain(model, placed, X, strict=True, file=out)
+    with pytest.raises(ValueError, match="do not run on a plan"):
+        ms.nn.parallelize(module, PLANS, mesh(), X, strict=True)
+    rules = [(r"/other$", None), *DEFAULT_RULES]
+    ms.nn.parallelize(module, PLANS, mesh(), X, strict=True, rules=rules)
+
+
+def test_explain_takes_functions_and_says_where_a_profile_has_no_rate():
+    op, half = ms.dot_general(PLANS["qkv"], mesh=mesh()), jnp.ones((8, 8), jnp.float16)
+    out = io.StringIO()
+    found = ms.nn.explain(lambda x: op(x, x, (((1,), (0,)), ((), ()))), half, file=out)
+    assert found.rows[0].forward_s is None and found.rows[0].sent_bytes > 0
+    assert "no rate" in out.getvalue() and found.rows[0].product.layer == ""
+
+
+def test_nnx_in_place_values_gradients_and_placements():
+    def made():
+        model = Nnx(nnx.Rngs(0))
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+        return nnx.merge(graph, integers(params), rest)
+
+    @nnx.jit
+    def step(model, x):
+        def loss(model, x):
+            out = model(x)
+            return (out**2).sum(), out
+
+        return nnx.value_and_grad(loss, has_aux=True)(model, x)
+
+    plain, model = made(), made()
+    structure, cls = jax.tree.structure(nnx.state(model)), type(model.mlp[1])
+    query = model.attn.query
+    found = ms.nn.parallelize(model, PLANS, mesh(), X, rules=NNX_RULES)
+    assert found is model and model.attn.query is query and isinstance(model.mlp[1], cls)
+    assert jax.tree.structure(nnx.state(model)) == structure
+    specs = [
+        getattr(model.attn.query.kernel[...].sharding, "spec", None),
+        model.attn.out.kernel[...].sharding.spec,
+        model.mlp[0].kernel[...].sharding.spec,
+        model.mlp[1].w[...].sharding.spec,
+        model.mix.kernel[...].sharding.spec,
+        model.mlp[0].bias[...].sharding.spec,
+    ]
+    assert specs == [
+        P("row", None, None),
+        P(None, None, "row"),
+        P("row", "col"),
+        P("row", "col"),
+        P("row", "col", None),
+        P(),
+    ]
+    for _ in range(2):  # the second call: random state was updated
+        expected = step(plain, X)
+        same(step(model, X), expected)
+    explained = ms.nn.explain(model, X, strict=True, file=io.StringIO())
+    layers = ["attn/query", "attn/key", "attn/value", "mlp/0", "mlp/1", "mix"]
+    assert sorted(row.product.layer for row in explained.rows) == sorted([*layers, "attn/out"])
+    assert not explained.replicated
+
+    again = ms.GemmPlan(algorithm="summa")
+    ms.nn.parallelize(model, again, mesh(), rules=[(r"attn/", "*"), (r".", None)])
+    explained = ms.nn.explain(model, X, file=io.StringIO())
+    plans = {row.product.layer: row.product.plan for row in explained.rows}
+    assert plans["attn/query"].forward == again and plans["mlp/0"] is None
+
+
+def test_equal_nnx_models_trace_once():
+    traced = []
+
+    @nnx.jit
+    def apply(model, x):
+        traced.append(1)
+        return model(x)
+
+    for _ in range(2):
+        model = nnx.Linear(24, 16, rngs=nnx.Rngs(0))
+        apply(ms.nn.parallelize(model, ms.GemmPlan(), mesh()), X)
+    assert len(traced) == 1
+
+
+def test_abstract_nnx_models_are_placed_too():
+    model = nnx.eval_shape(lambda: nnx.Linear(24, 16, rngs=nnx.Rngs(0)))
+    ms.nn.parallelize(model, ms.GemmPlan(), mesh())
+    assert model.kernel.get_value().sharding.spec == P("row", "col")
+
+
+def test_a_data_axis_is_found_in_the_mesh():
+    replicated = ms.make_mesh((2, 2, 4), ("data", "row", "col"))
+    module = nn.Dense(24, name="fc1")
+    model, _ = ms.nn.parallelize(module, PLANS["ff1"], replicated, X)
+    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+    row = ms.nn.explain(model, variables, X, file=io.StringIO()).rows[0]
+    assert row.product.plan.forward.batch_axes == ("data",) and row.product.replicas == 2
+    assert row.product.problem.m == 16
+    half = ms.GemmProblem(m=8, n=24, k=24)
+    schedule = ms.schedule(half, PLANS["ff1"], (2, 4))
+    assert row.forward_s == ms.seconds(schedule, half, ms.hardware_spec("tpu_v4")).total_s
+    model, _ = ms.nn.parallelize(module, PLANS["ff1"], replicated, X, batch_axes=())
+    row = ms.nn.explain(model, variables, X, file=io.StringIO()).rows[0]
+    assert row.product.replicas == 1
+
+
+def test_a_layer_that_cannot_run_is_named_or_falls_back():
+    odd = nn.Sequential([nn.Dense(24), nn.Dense(7)])
+    plan = ms.GemmPlan(slice_count=2)
+    with pytest.raises(ValueError, match="n = 7 is not divisible by mesh axis 'col'") as caught:
+        ms.nn.parallelize(odd, plan, mesh(), X)
+    assert "in layer 'layers_1'" in caught.value.__notes__
+    model, shardings = ms.nn.parallelize(odd, plan, mesh(), X, on_unsupported="dense")
+    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+    found = ms.nn.explain(model, variables, X, file=io.StringIO())
+    assert "n = 7 is not divisible" in found.trace.fallbacks[0].reason
+    assert shardings(variables)["params"]["layers_1"]["kernel"].spec == P()
+    model, shardings = ms.nn.parallelize(odd, plan, mesh(), X, pad=True)
+    found = ms.nn.explain(model, variables, X, file=io.StringIO(), strict=True)
+    assert found.rows[1].product.trimmed == (16, 7, 24) and "padded from 16, 7, 24" in str(found)
+    assert shardings(variables)["params"]["layers_1"]["kernel"].spec == P("row", None)
+
+
+def test_rules():
+    table = {
+        "h/0/attn/c_attn": "qkv",
+        "h/0/attn/c_proj": "out",
+        "h/0/mlp/c_fc": "ff1",
+        "h/0/mlp/c_proj": "ff2",
+        "model/layers/0/self_attn/q_proj": "qkv",
+        "model/layers/0/self_attn/o_proj": "out",
+        "model/layers/0/mlp/gate_proj": "ff1",
+        "model/layers/0/mlp/down_proj": "ff2",
+        "encoder/layer/1/attention/self/key": "qkv",
+        "encoder/layer/1/attention/output/dense": "out",
+        "encoder/layer/1/intermediate/dense": "ff1",
+        "encoder/layer/1/output/dense": "ff2",
+        "layers/3/attention/query_key_value": "qkv",
+        "layers/3/attention/dense": "out",
+        "layers/3/mlp/dense_h_to_4h": "ff1",
+        "block/0/layer/0/SelfAttention/q": "qkv",
+        "block/0/layer/0/SelfAttention/o": "out",
+        "block/0/layer/1/DenseReluDense/wi_0": "ff1",
+        "block/0/layer/1/DenseReluDense/wo": "ff2",
+        "attn/query": "qkv",
+        "attn/out": "out",
+        "lm_head": "lm_head",
+        "pooler/dense": None,
+        "Dense_0": None,
+    }
+    plans = {name: ms.GemmPlan(packets=i + 1) for i, name in enumerate((*PLANS, "lm_head"))}
+    found = assign(plans, None)
+    for path, layer in table.items():
+        op = found.choose(path, hooked=True).op
+        assert (op and op.plan.forward) == (plans[layer] if layer else None), path
+    gated = {"gate_up": PLANS["ff1"], "down": PLANS["ff2"]}
+    assert assign(gated, None).choose("mlp/up_proj", hooked=True).op.plan.forward == PLANS["ff1"]
+    choice = assign(gated, None).choose("lm_head", hooked=True)
+    assert choice.op is None and choice.reason == "the plan has no layer 'lm_head'"
+    assert assign(gated, None).choose("pooler", hooked=True).chosen
+    one = assign(PLANS["ff1"], None)
+    assert one.choose("Dense_0", hooked=True).op and not one.choose("Custom_0", hooked=False).op
+    direct = assign(PLANS, None, rules=[("x", PLANS["out"])])
+    assert direct.choose("x", hooked=True).op.plan.forward == PLANS["out"]
+    assert hash(assign(PLANS, None)) == hash(assign(dict(PLANS), None))
+
+
+def test_what_does_not_belong_together_is_refused():
+    module = nn.Dense(24)
+    with pytest.raises(ValueError, match="asks for layer 'ffn', and the plan has qkv, out"):
+        ms.nn.parallelize(module, PLANS, mesh(), X, rules=[("x", "ffn")])
+    with pytest.raises(ValueError, match="is no regular expression"):
+        ms.nn.parallelize(module, PLANS, mesh(), X, rules=[("(", "ff1")])
+    with pytest.raises(TypeError, match="plan must be a GemmPlan or a LayerPlan"):
+        ms.nn.parallelize(module, "os", mesh(), X)
+    with pytest.raises(TypeError, match="parameters are known by a call only"):
+        ms.nn.parallelize(module, PLANS, mesh())
+    with pytest.raises(TypeError, match=r"hold theirs as model\.module"):
+        ms.nn.parallelize(lambda x: x, PLANS, mesh(), X)
+    with pytest.raises(ValueError, match="strict=True needs the inputs"):
+        ms.nn.parallelize(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), PLANS, mesh(), strict=True)
+    with pytest.raises(TypeError, match="explain the model that parallelize returned"):
+        ms.nn.explain(module, X)
+    with pytest.raises(TypeError, match="takes a parallelized model or a function"):
+        ms.nn.explain(3, X)
+    plan = ms.tune("gpt3-125m", 8, mesh_shape=(2, 4))
+    with pytest.raises(ValueError, match="for a 2x4 mesh with axes 'row' and 'col'"):
+        ms.nn.parallelize(module, plan, ms.make_mesh((4, 2)), X)
+    ms.nn.parallelize(module, dict(plan.layers), ms.make_mesh((4, 2)), X)
+
+
+class Looped(nn.Module):
+    """Its only product is inside a loop."""
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("kernel", nn.initializers.normal(), (24, 24))
+        return jax.lax.fori_loop(0, 2, lambda i, x: x @ w, x)
+
+
+def test_a_layer_with_no_product_to_replace_is_refused():
+    with pytest.raises(NotImplementedError, match="has no product of its own parameters") as found:
+        ms.nn.parallelize(Looped(name="fc1"), PLANS, mesh(), X, rules=[("", "ff1")])
+    assert "rule None" in str(found.value)
+
+
+def test_rewriting_finds_weights_on_either_side_and_through_jit():
+    op = ms.dot_general(ms.GemmPlan(), mesh=ms.make_mesh((2, 2)))
+    x, w = small_integers(1, 4, 6, 8), small_integers(2, 8, 4)
+
+    @jax.jit
+    def inner(x, w):
+        return jnp.einsum("hn,bsh->nbs", w, x, precision=("high", "default"))
+
+    def method(variables, x, flag):
+        assert flag == "as it is"
+        w = variables["w"].astype(jnp.float32)
+        scores = jnp.einsum("bsh,bth->bst", x, x)  # no weight: stays
+        return (inner(x, w), scores, x @ w), variables
+
+    found, variables = rewrite.run(
+        method, {"w": w}, (x,), {"flag": "as it is"}, op=op, path="p", name_of=lambda keys: "w"
+    )
+    same(found[0], np.einsum("hn,bsh->nbs", w, x))
+    same(found[1], np.einsum("bsh,bth->bst", x, x))
+    same(found[2], x @ w)
+    same(variables, {"w": w})
+    traced = ms.nn.explain(
+        lambda x: rewrite.run(
+            method, {"w": w}, (x,), {"flag": "as it is"}, op=op, path="p", name_of=lambda k: "w"
+        )[0],
+        x,
+        file=io.StringIO(),
+    )
+    assert [row.product.weight for row in traced.rows] == [("w", (0, 1))]
+    assert traced.trace.others == (((4, 6, 8), (4, 6, 8), 1),)
