@@ -21,7 +21,7 @@ SOURCE = ROOT / "src" / "meshslice_jax"
 #: here come after the schedule and before the command line, without a cycle.
 ORDER = (
     "compat problem mesh dataflow plan schedule collectives site algorithms gemm cost simulate "
-    "compiled models autotune dot_general nn train bench cli"
+    "compiled models autotune flatten padding product_log dot_general nn train bench cli"
 ).split()
 FIRST = ORDER[: ORDER.index("gemm") + 1]
 
