@@ -76,16 +76,16 @@ def from_matrix(
         return x
     if not typed:
         return lax.reshape(x, shape)
-    unfolded = [
+    spec = [
         entry
         for group, names in zip(sizes, entries, strict=True)
         for entry in unfolded(group, axes_in(names), dict(site.sizes))
     ]
-    return lax.reshape(x, shape, out_sharding=_named(site, unfolded))
+    return lax.reshape(x, shape, out_sharding=_named(site, spec))
 
 
 def unfolded(group: tuple[int, ...], names: tuple[str, ...], axis_sizes: dict[str, int]) -> list:
-    """The entries of a group of dimensions whose flat index lay over `names`."""
+    """The entries of a group of dimensions whose flat index lay over the axes `names`."""
     entries, left = [], list(names)
     for size in group:
         taken = []
