@@ -30,8 +30,6 @@ def test_tied_gathers_change_no_bit_and_spread_no_nan(flow):
     free, tied, serial = (np.asarray(product(order, flow)(lhs, rhs)) for order in orders)
     assert free.tobytes() == tied.tobytes() == serial.tobytes()
     assert 0 < np.isnan(tied).sum() < tied.size
-    rolled = np.asarray(product("tied", flow, "rolled")(lhs, rhs))
-    assert (np.isnan(rolled) == np.isnan(tied)).all()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "uint8", "bool"])
@@ -42,29 +40,54 @@ def test_a_tie_is_exact_in_every_dtype(dtype):
         assert np.asarray(found).tobytes() == x.tobytes()
 
 
-def waits(text, for_op):
-    """Of each all-gather in a compiled program, how many of some operation it waits for."""
+def lines(text):
+    """Of each collective of a compiled program, how many collectives and products it waits for."""
     operands, ops = {}, {}
     for name, op, call in re.findall(r"^ *(?:ROOT )?%([\w.-]+) = \S+ ([\w-]+)\((.*)$", text, re.M):
-        operands[name], ops[name] = re.findall(r"%([\w.-]+)", call), op
+        operands[name] = re.findall(r"%([\w.-]+)", call)
+        ops[name] = "product" if "/product" in call and op in ("dot", "fusion") else op
 
     @functools.cache
     def before(name):
         direct = operands.get(name, ())
         return frozenset(direct).union(*(before(other) for other in direct))
 
-    gathers = [name for name, op in ops.items() if op == "all-gather"]
-    return sorted(sum(ops.get(b) == for_op for b in before(name)) for name in gathers)
+    def count(name, kinds):
+        return sum(ops.get(other) in kinds for other in before(name))
+
+    moves = {"all-gather": "G", "reduce-scatter": "S"}
+    found = [
+        (count(name, moves), moves[op], count(name, ("product",)))
+        for name, op in ops.items()
+        if op in moves
+    ]
+    return [behind for behind, *_ in sorted(found)], " ".join(
+        f"{kind}{products}" for _, kind, products in sorted(found)
+    )
 
 
-def test_the_compiler_sees_the_order_and_does_not_drop_it():
-    texts = {
-        order: product(order).lower(*operands()).compile().as_text()
-        for order in ("free", "tied", "serial")
-    }
-    assert waits(texts["free"], "all-gather") == [0] * 8
-    # Both gathers of a slice wait for the last one of the slice before, and so for all of
-    # its line; the other input's line hangs off it.
-    assert waits(texts["tied"], "all-gather") == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert waits(texts["tied"], "dot") == [0] * 8
-    assert waits(texts["serial"], "dot") == [0, 0, 1, 1, 2, 2, 3, 3]
+@pytest.mark.parametrize(
+    "flow, order, line",
+    [
+        ("os", "free", "G0 G0 G0 G0 G0 G0 G0 G0"),
+        ("os", "tied", "G0 G0 G0 G0 G0 G0 G0 G0"),
+        ("os", "serial", "G0 G0 G1 G1 G2 G2 G3 G3"),
+        ("rs", "tied", "G0 G0 S1 G1 S2 G2 S3 S4"),
+        ("rs", "serial", "G0 S1 G1 S2 G2 S3 G3 S4"),
+    ],
+)
+def test_the_compiler_keeps_the_line(flow, order, line):
+    """Letters are collectives, numbers the products that they wait for."""
+    text = product(order, flow).lower(*operands()).compile().as_text()
+    behind, found = lines(text)
+    assert found == line
+    assert behind == (list(range(8)) if order != "free" else [0] * 8)
+
+
+def test_what_an_order_cannot_be_combined_with():
+    rolled = ms.GemmPlan(slice_count=4, loop="rolled", gather_order="tied")
+    with pytest.raises(ValueError, match="gather_order='tied' is unrolled; loop='rolled'"):
+        ms.check(rolled, 32, 32, 32, (2, 2))
+    ringed = ms.GemmPlan(dataflow="ls", slice_count=4, reduce_scatter="ring", gather_order="serial")
+    with pytest.raises(ValueError, match="'serial' orders reduce_scatter='native' only"):
+        ms.check(ringed, 32, 32, 32, (2, 2))

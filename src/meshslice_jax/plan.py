@@ -54,10 +54,10 @@ class GemmPlan:
       scatter_group: with reduce_scatter="ring", chips of the scattered axis that all-to-all
         among themselves while the ring runs over the groups; 1 is a ring of all chips.
       gather_order: "ordered" lets the gather of a slice start only when that of the slice
-        before has arrived; "free" leaves it to the compiler (MeshSlice). "tied" does so by a
-        data dependence, for compilers that drop what orders otherwise (XLA:CPU does).
-        "serial" makes it wait for the product of the slice before, and for the scatter of its
-        result: the same slices and nothing beside each other, a control for measurements.
+        before has arrived; "free" leaves it to the compiler (MeshSlice). "tied" puts all
+        collectives in one line of data dependences, for compilers that drop what orders
+        otherwise (XLA:CPU does), and "serial" makes gathers wait for products too: nothing
+        runs beside anything, a control for measurements; see `algorithms.in_line`.
       loop: how slices are run: "unrolled", "rolled" (one loop body), or "auto":
         unrolled for TPUs, rolled elsewhere (MeshSlice).
       ring: the axis whose collective becomes a ring of neighbour sends (Wang).

@@ -23,7 +23,7 @@ import jax
 from jax import lax
 
 from meshslice_jax import collectives
-from meshslice_jax.algorithms import scatter
+from meshslice_jax.algorithms import in_line, scatter
 from meshslice_jax.algorithms.base import (
     Algorithm,
     Job,
@@ -34,6 +34,7 @@ from meshslice_jax.algorithms.base import (
     streamed_extent,
     transfers,
 )
+from meshslice_jax.dataflow import Mover
 from meshslice_jax.mesh import MeshShape
 from meshslice_jax.plan import GemmPlan
 from meshslice_jax.problem import GemmProblem
@@ -46,27 +47,20 @@ def kernel(lhs: jax.Array, rhs: jax.Array, job: Job) -> jax.Array:
     out, (starts, widths) = job.output(), units(job.plan)
     count, total_units = len(widths), sum(widths)
     block = job.plan.block_size or largest_block(operands, job)
-    serial = job.plan.gather_order == "serial"
+
+    def piece_of(mover: Mover, index) -> jax.Array:
+        start, width = (starts[index], widths[index]) if isinstance(index, int) else (index, 1)
+        shard = operands[mover.role]
+        return collectives.take_slice(shard, mover.dim, total_units, block, start, width)
 
     def gathered(index, before=None) -> dict[str, jax.Array]:
-        """The moving inputs of a slice; `before` is that of the slice before it.
-
-        In a "serial" plan `before` is the result of the slice before.
-        """
+        """The moving inputs of a slice; `before` is that of the slice before it."""
         moved = {}
         with jax.named_scope(_label(index)):
             for mover in job.inputs():
-                shard = operands[mover.role]
-                start, width = (
-                    (starts[index], widths[index]) if isinstance(index, int) else (index, 1)
-                )
-                piece = collectives.take_slice(shard, mover.dim, total_units, block, start, width)
+                piece = piece_of(mover, index)
                 if before is not None and job.plan.gather_order == "ordered":
                     piece, _ = lax.optimization_barrier((piece, before[mover.role]))
-                elif before is not None and job.plan.gather_order == "tied":
-                    piece = collectives.tie(piece, before[job.inputs()[-1].role])
-                elif before is not None and serial:
-                    piece = collectives.tie(piece, before)
                 moved[mover.role] = job.gather(piece, mover)
         return moved
 
@@ -78,16 +72,16 @@ def kernel(lhs: jax.Array, rhs: jax.Array, job: Job) -> jax.Array:
             turn = index if isinstance(index, int) else 0
             return scatter.product(operands | moved, moving, job, turn)
 
-    if job.rolled and count > 2 and not serial and job.plan.taper == "none":
+    if job.plan.gather_order in in_line.ORDERS:
+        slices = [{mover.role: piece_of(mover, i) for mover in job.inputs()} for i in range(count)]
+        results = in_line.products(slices, operands, job)
+    elif job.rolled and count > 2 and job.plan.taper == "none":
         return _rolled(gathered, multiply, job, block)
-    results, ahead = [], gathered(0)
-    for index in range(count):
-        current = ahead
-        if serial:
-            results.append(multiply(current, index))
-        before = results[-1] if serial else current
-        ahead = gathered(index + 1, before) if index + 1 < count else None
-        if not serial:
+    else:
+        results, ahead = [], gathered(0)
+        for index in range(count):
+            current = ahead
+            ahead = gathered(index + 1, current) if index + 1 < count else None
             results.append(multiply(current, index))
     if out is not None:
         return collectives.put_slices(results, out.dim, block, widths)
@@ -161,7 +155,7 @@ def faults(problem: GemmProblem, plan: GemmPlan, shape: MeshShape) -> list[str]:
     if any(problem.extent(label) % size for size in shape):
         return []  # no local extents to cut; the divisibility fault says so
     rings = "" if plan.reduce_scatter == "ring" else "reduce_scatter='ring'"
-    found = scatter.faults(problem, plan, shape, rings=rings)
+    found = scatter.faults(problem, plan, shape, rings=rings) + in_line.faults(plan)
     if plan.taper != "none" and plan.loop == "rolled":
         found.append(f"taper={plan.taper!r} makes unequal slices, which loop='rolled' cannot run")
     pieces = sum(units(plan)[1])
