@@ -3,7 +3,7 @@
     python benchmarks/bench_train.py --mesh 4x4 --hidden 768 --layers 2 --seq-len 1024 --batch 8
 
 Both programs are the same model with the same placements of all weights and activations;
-one multiplies with `ms.matmul`, the other with `lax.dot_general` and leaves the rest to
+one multiplies with `ms.dot_general`, the other with `lax.dot_general` and leaves the rest to
 XLA. Their losses are compared first. Steps take turns, in the other order every other
 time. Memory is what the compiler says of the whole program, over all emulated devices
 where they share one.
@@ -57,7 +57,7 @@ def bench_train(
     settings = training.TrainSettings(dtype=dtype, remat=remat)
     programs = {
         name: Program(training.make_trainer(plan, device_mesh, settings, **arguments), plan)
-        for name, arguments in {"plan": {}, "gspmd": {"product": gspmd_matmul}}.items()
+        for name, arguments in {"plan": {}, "gspmd": {"product": gspmd}}.items()
     }
     losses = {name: program.step() for name, program in programs.items()}
     if abs(losses["plan"] - losses["gspmd"]) > 1e-3:
@@ -107,8 +107,8 @@ def describe(layer) -> list[str]:
     return [f"{one.algorithm} {one.dataflow.value} S={one.slice_count}" for one in passes]
 
 
-def gspmd_matmul(lhs, rhs, plan, *, mesh, precision=None, preferred_element_type=None):
-    """`ms.matmul`'s placements, and XLA's partitioner for the product and its gradients."""
+def gspmd(plan, *, mesh):
+    """`ms.dot_general`'s placements, and XLA's partitioner for the product and its gradients."""
     import jax
 
     from meshslice_jax.gemm import placements
@@ -116,15 +116,14 @@ def gspmd_matmul(lhs, rhs, plan, *, mesh, precision=None, preferred_element_type
     def place(x, spec):
         return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, spec))
 
-    first, second, result = placements(plan)
-    out = jax.lax.dot_general(
-        place(lhs, first),
-        place(rhs, second),
-        (((1,), (0,)), ((), ())),
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-    )
-    return place(out, result)
+    def product(x, kernel, dimension_numbers, **arguments):
+        lhs, rhs, out = placements(plan)
+        flat = place(x.reshape(-1, x.shape[-1]), lhs)
+        numbers = (((1,), (0,)), ((), ()))
+        found = jax.lax.dot_general(flat, place(kernel, rhs), numbers, **arguments)
+        return place(found, out).reshape(*x.shape[:-1], -1)
+
+    return product
 
 
 class Program:

@@ -305,3 +305,13 @@ def test_other_refusals():
         model(np.zeros((5, SEQ), np.int32))
     with pytest.raises(ValueError, match="length 17, and the model has seq_len = 16"):
         model(np.zeros((8, SEQ + 1), np.int32))
+
+
+def test_explain_shows_every_product_of_a_gpt(capsys):
+    plan = plan_of((2, 2), slice_count=2)
+    model = GPT(plan, mesh_of(plan), rngs=nnx.Rngs(0))
+    found = ms.nn.explain(model, TOKENS[:, :-1], strict=True)
+    names = [row.product.layer for row in found.rows]
+    assert names == ["qkv", "out", "ff1", "ff2", "head"]
+    assert not found.replicated and not found.trace.others
+    assert "meshslice os S=2 on 2x2" in capsys.readouterr().out

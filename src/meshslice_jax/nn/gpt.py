@@ -4,7 +4,7 @@
     block:  x + out(attention(qkv(norm x))), then x + ff2(gelu(ff1(norm x)))
             (a gated MLP: x + down(silu(gate) * up))
 
-Every product is `ms.matmul` on [tokens, features] under its layer's plan; dX and dW run
+Every product is `ms.dot_general` under its layer's plan, which flattens tokens; dX and dW run
 the plan's backward products. Between the products nothing moves but what `sharded` lists,
 and relayouts where the plan's neighbours disagree (see `layout`).
 
@@ -23,7 +23,9 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
 
-from meshslice_jax.gemm import matmul, placements
+from meshslice_jax import product_log
+from meshslice_jax.dot_general import dot_general
+from meshslice_jax.gemm import placements
 from meshslice_jax.model_plan import ModelPlan
 from meshslice_jax.nn import sharded
 from meshslice_jax.nn.layout import BlockLayout, block_layout
@@ -41,14 +43,19 @@ Parameters = Mapping[str, Mapping[str, jax.Array]]
 
 def project(layout: BlockLayout, name: str, x: jax.Array, weights: Mapping) -> jax.Array:
     """The FC layer `name` of x[batch, seq, k], as its plan says; [batch, seq, n]."""
-    plan = layout.layers[name]
-    lhs, _, out = placements(plan)
-    flat = layout.place(x, lhs).reshape(-1, x.shape[-1])
-    kernel = weights["kernel"].astype(x.dtype)
-    with jax.named_scope(name):
-        found = layout.product(flat, kernel, plan, mesh=layout.mesh)
-    found = layout.place(found.reshape(*x.shape[:2], -1), out)
+    lhs, _, out = placements(layout.layers[name])
+    found = _multiply(layout, name, layout.place(x, lhs), weights["kernel"], x.dtype)
+    found = layout.place(found, out)
     return found + weights["bias"].astype(x.dtype) if "bias" in weights else found
+
+
+def _multiply(layout: BlockLayout, name: str, x, kernel, dtype) -> jax.Array:
+    """x[batch, seq, k] @ kernel[k, n] on the plan of the layer, or of the output layer."""
+    product = layout.product(layout.layers.get(name, layout.head), mesh=layout.mesh)
+    with jax.named_scope(name), product_log.layer(name, ("kernel", (0, 1))):
+        return product(
+            x, kernel.astype(x.dtype), (((2,), (0,)), ((), ())), preferred_element_type=dtype
+        )
 
 
 def apply_block(layout: BlockLayout, weights: Parameters, x: jax.Array) -> jax.Array:
@@ -87,7 +94,7 @@ class GPTBlock(nnx.Module):
       rngs: the stream "params" is used.
       count: None for one block, else the number of blocks in the stack.
       param_dtype: dtype of the parameters.
-      product: what multiplies, with `ms.matmul`'s signature.
+      product: of the FC layers; see `block_layout`.
 
     Raises: as for `block_layout`.
     """
@@ -100,7 +107,7 @@ class GPTBlock(nnx.Module):
         rngs: nnx.Rngs,
         count: int | None = None,
         param_dtype=jnp.float32,
-        product: Callable = matmul,
+        product: Callable = dot_general,
     ):
         self.layout = block_layout(plan, mesh, product=product)
         found = block_parameters(self.layout)
@@ -131,7 +138,7 @@ class GPT(nnx.Module):
       remat: whether a block's activations are computed again in the backward pass instead
         of kept; only its input is.
       unroll: blocks per iteration of the scan.
-      product: what multiplies, with `ms.matmul`'s signature.
+      product: of the FC layers; see `block_layout`.
 
     Raises:
       ValueError: the model does not fit the mesh as planned, with every size at fault.
@@ -148,7 +155,7 @@ class GPT(nnx.Module):
         param_dtype=jnp.float32,
         remat: bool = True,
         unroll: int = 1,
-        product: Callable = matmul,
+        product: Callable = dot_general,
     ):
         self.layout = block_layout(plan, mesh, product=product)
         self.dtype, self.remat, self.unroll = jnp.dtype(dtype), remat, unroll
@@ -183,16 +190,8 @@ class GPT(nnx.Module):
         norm = self.final_norm
         x = sharded.layer_norm(x, norm.scale[...], norm.bias[...], layout)
         kernel = table.T if layout.shape.tied_embeddings else self.head.kernel[...]
-        flat = x.reshape(-1, layout.shape.hidden)
-        with jax.named_scope("head"):
-            logits = layout.product(
-                flat,
-                kernel.astype(self.dtype),
-                layout.head,
-                mesh=layout.mesh,
-                preferred_element_type=jnp.float32,
-            )
-        return layout.place(logits.reshape(batch, seq, -1), layout.stream)
+        logits = _multiply(layout, "head", x, kernel, jnp.float32)
+        return layout.place(logits, layout.stream)
 
     def _run_blocks(self, x: jax.Array) -> jax.Array:
         def step(x, weights):

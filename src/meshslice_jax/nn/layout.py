@@ -23,7 +23,8 @@ from collections.abc import Callable
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from meshslice_jax.gemm import matmul, placements
+from meshslice_jax.dot_general import dot_general
+from meshslice_jax.gemm import placements
 from meshslice_jax.model_plan import ModelPlan
 from meshslice_jax.model_shape import ModelShape
 from meshslice_jax.plan import GemmPlan, LayerPlan
@@ -46,7 +47,7 @@ class BlockLayout:
       head: the plan of the output layer.
       stream: entries for tokens and features of the residual stream.
       attention: entries for tokens and heads between qkv and out.
-      product: what multiplies: `matmul`, or something with its signature.
+      product: `dot_general`, or what else gives a product for (plan, mesh=).
     """
 
     shape: ModelShape
@@ -56,7 +57,7 @@ class BlockLayout:
     head: LayerPlan
     stream: Place
     attention: Place
-    product: Callable = matmul
+    product: Callable = dot_general
 
     def size(self, entry) -> int:
         """The number of shards that an entry of a PartitionSpec makes."""
@@ -88,7 +89,7 @@ class BlockLayout:
 
 
 def block_layout(
-    plan: ModelPlan, mesh: Mesh, *, product: Callable = matmul, check: bool = True
+    plan: ModelPlan, mesh: Mesh, *, product: Callable = dot_general, check: bool = True
 ) -> BlockLayout:
     """Reads the placements off a plan.
 
@@ -96,7 +97,8 @@ def block_layout(
       plan: of the model; its mesh shape is that of the axes "row" and "col".
       mesh: the mesh; axes other than "row" and "col" hold the plan's data-parallel
         replicas.
-      product: what multiplies the FC layers and the output layer, with `matmul`'s signature.
+      product: of the FC layers and the output layer: gives, for (plan, mesh=), a callable
+        with `lax.dot_general`'s signature.
       check: whether to raise where the model does not fit (a tuner asks `layout_faults`).
 
     Raises:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import linen
 from jax.sharding import Mesh
 
-from meshslice_jax.gemm import matmul
+from meshslice_jax.dot_general import dot_general
 from meshslice_jax.model_plan import ModelPlan
 from meshslice_jax.nn.gpt import apply_block
 from meshslice_jax.nn.layout import BlockLayout, block_layout
@@ -25,13 +25,13 @@ class LinenGPTBlock(linen.Module):
       plan: the plan of the model.
       mesh: its mesh; see `block_layout`.
       param_dtype: dtype of the parameters.
-      product: what multiplies, with `ms.matmul`'s signature.
+      product: of the FC layers; see `block_layout`.
     """
 
     plan: ModelPlan
     mesh: Mesh
     param_dtype: object = jnp.float32
-    product: Callable = matmul
+    product: Callable = dot_general
 
     @linen.compact
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshslice_jax.gemm import matmul
+from meshslice_jax.dot_general import dot_general
 from meshslice_jax.model_plan import ModelPlan
 from meshslice_jax.nn import GPT
 from meshslice_jax.train.settings import TrainSettings
@@ -110,7 +110,7 @@ class Trainer:
 
 
 def make_trainer(
-    plan: ModelPlan, mesh: Mesh, settings: TrainSettings, *, product: Callable = matmul
+    plan: ModelPlan, mesh: Mesh, settings: TrainSettings, *, product: Callable = dot_general
 ) -> Trainer:
     """A trainer of a plan's model.
 
@@ -118,7 +118,7 @@ def make_trainer(
       plan: of the model.
       mesh: its mesh, see `nn.layout.block_layout`.
       settings: of the run.
-      product: what multiplies, with `matmul`'s signature.
+      product: of the FC layers; see `block_layout`.
 
     Raises:
       ValueError: the model does not fit the mesh as planned.
