@@ -225,6 +225,7 @@ def test_nnx_in_place_values_gradients_and_placements():
     explained = ms.nn.explain(model, X, file=io.StringIO())
     plans = {row.product.layer: row.product.plan for row in explained.rows}
     assert plans["attn/query"].forward == again and plans["mlp/0"] is None
+    assert type(model.mlp[1]) is cls and "mlp/1" not in plans
 
 
 def test_equal_nnx_models_trace_once():
@@ -239,6 +240,70 @@ def test_equal_nnx_models_trace_once():
         model = nnx.Linear(24, 16, rngs=nnx.Rngs(0))
         apply(ms.nn.parallelize(model, ms.GemmPlan(), mesh()), X)
     assert len(traced) == 1
+
+
+class Stack(nnx.Module):
+    """Layers made by vmap and run by scan and remat."""
+
+    def __init__(self, rngs):
+        make = nnx.vmap(lambda rngs: nnx.Linear(24, 24, rngs=rngs))
+        self.layers = nnx.split_rngs(splits=3)(make)(rngs)
+
+    def __call__(self, x):
+        scan = nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        return scan(nnx.remat(lambda layer, x: x - layer(x) % 3))(self.layers, x)
+
+
+def test_nnx_layers_in_a_scan():
+    model, call = Stack(nnx.Rngs(0)), nnx.jit(lambda model, x: model(x))
+    kernel = small_integers(3, 3, 24, 24)
+    model.layers.kernel.set_value(kernel)
+    expected = call(model, X)
+    ms.nn.parallelize(model, PLANS["qkv"], mesh())
+    assert model.layers.kernel.get_value().sharding.spec == P(None, "row", "col")
+    same(call(model, X), expected)
+    found = ms.nn.explain(model, X, strict=True, file=io.StringIO())
+    assert [row.product.layer for row in found.rows] == ["layers"]
+
+
+def test_explicit_axes():
+    explicit = jax.make_mesh((2, 4), ("row", "col"))
+    module = nn.Dense(32, name="fc1")
+    with jax.set_mesh(explicit):
+        model, shardings = ms.nn.parallelize(module, PLANS, explicit, X)
+        variables = integers(jax.eval_shape(module.init, jax.random.key(0), X))
+        placed = jax.device_put(variables, shardings(variables))
+        x = jax.device_put(X, P("row", None, "col"))
+        out = jax.jit(model.apply)(placed, x)
+        assert jax.typeof(out).sharding.spec == P("row", None, "col")
+        assert jax.typeof(placed["params"]["kernel"]).sharding.spec == P("row", "col")
+    same(
+        out,
+        np.einsum("bsh,hn->bsn", X, variables["params"]["kernel"]) + variables["params"]["bias"],
+    )
+
+
+class Wrapper(nn.Module):
+    """Named like a layer by those who use it, but its products are those of layers inside."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(24, dot_general=ms.dot_general(PLANS["qkv"], mesh=mesh()))(x)
+
+
+class Wrapped(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return Wrapper(name="out")(x)
+
+
+def test_containers_and_layers_that_have_a_plan_already_are_left_alone():
+    module = Wrapped()
+    model, _ = ms.nn.parallelize(module, PLANS, mesh(), X)
+    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+    assert variables == jax.eval_shape(module.init, jax.random.key(0), X)
+    (row,) = ms.nn.explain(model, variables, X, strict=True, file=io.StringIO()).rows
+    assert row.product.plan.forward == PLANS["qkv"] and row.product.layer == "out/Dense_0"
 
 
 def test_abstract_nnx_models_are_placed_too():

@@ -20,6 +20,7 @@ from flax.linen.transforms import lift_direct_transform
 from jax import lax
 
 from meshslice_jax import product_log
+from meshslice_jax.dot_general import DotGeneral
 from meshslice_jax.nn import rewrite
 from meshslice_jax.nn.placing import names
 from meshslice_jax.nn.rules import Assignment, Choice
@@ -94,7 +95,7 @@ def _hooked(module: nn.Module, path: str, choice: Choice) -> Iterator[None]:
         return
     before = {"dot_general": module.dot_general, "dot_general_cls": module.dot_general_cls}
     own = before["dot_general_cls"]() if before["dot_general_cls"] else before["dot_general"]
-    op = choice.op or Unplanned(own or lax.dot_general, choice)
+    op = choice.op or unplanned(own, choice)
     for field, value in (("dot_general", op), ("dot_general_cls", None)):
         object.__setattr__(module, field, value)  # the fields of a module are frozen
     try:
@@ -125,6 +126,11 @@ class Unplanned:
             )
         )
         return out
+
+
+def unplanned(own: Any, choice: Choice) -> Any:
+    """The layer's own product (None is lax's), recorded; one on a plan records itself."""
+    return own if isinstance(own, DotGeneral) else Unplanned(own or lax.dot_general, choice)
 
 
 def _owns_parameters(module: nn.Module) -> bool:

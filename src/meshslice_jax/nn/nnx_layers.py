@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from meshslice_jax import product_log
 from meshslice_jax.dot_general import DotGeneral
 from meshslice_jax.nn import rewrite
-from meshslice_jax.nn.linen_layers import Unplanned
+from meshslice_jax.nn.linen_layers import Unplanned, unplanned
 from meshslice_jax.nn.placing import is_concrete, kernel_spec, names
 from meshslice_jax.nn.rules import Assignment, Choice
 
@@ -47,9 +47,8 @@ def parallelize_nnx(
             _swap(module, path, choice)
             if choice.op is not None:
                 _place(module, choice.op, mesh)
-        elif choice.op is not None and _owns_parameters(module):
-            module.meshslice_choice = LayerProduct(choice.op, path)
-            module.__class__ = _rewriting(type(module))
+        else:
+            _rewrite(module, path, choice)
     if isinstance(mesh, Mesh):
         nnx.update(
             model, jax.tree.map(functools.partial(_spread, mesh), nnx.state(model, nnx.Param))
@@ -66,19 +65,32 @@ def _spread(mesh: Mesh, leaf):
     return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
 
 
+def _rewrite(module: nnx.Module, path: str, choice: Choice) -> None:
+    """Makes a layer without a hook one that is rewritten, or again what it was."""
+    base = getattr(type(module), "meshslice_base", type(module))
+    if choice.op is not None and _owns_parameters(module):
+        module.meshslice_choice = LayerProduct(choice.op, path)
+        module.__class__ = _rewriting(base)
+    elif base is not type(module):
+        del module.meshslice_choice
+        module.__class__ = base
+
+
 def _swap(module: nnx.Module, path: str, choice: Choice) -> None:
     cls = getattr(module, "dot_general_cls", None)
     own = cls() if cls else module.dot_general
     if isinstance(own, LayerProduct):  # parallelized before
         own = own.op.product if isinstance(own.op, Unplanned) else None
-    op = choice.op or Unplanned(own or jax.lax.dot_general, choice)
+    op = choice.op or unplanned(own, choice)
     module.dot_general = LayerProduct(op, path)
     if cls is not None:
         module.dot_general_cls = None
 
 
 def _place(module: nnx.Module, op: DotGeneral, mesh: Mesh | AbstractMesh) -> None:
-    """Puts the kernel of a hooked layer where its plan has it."""
+    """Puts the kernel of a hooked layer where its plan has it; Flax's own layers tell."""
+    if not (hasattr(module, "kernel") and hasattr(module, "in_features")):
+        return
     kernel = module.kernel.get_value()
     features = [getattr(module, f"{side}_features") for side in ("in", "out")]
     inputs, outputs = (f if isinstance(f, tuple) else (f,) for f in features)
@@ -118,7 +130,8 @@ def _rewriting(cls: type) -> type:
         nnx.update(self, state)
         return result
 
-    return type(cls)(cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__})
+    members = {"__call__": __call__, "__module__": cls.__module__, "meshslice_base": cls}
+    return type(cls)(cls.__name__, (cls,), members)
 
 
 def _own(keys: tuple) -> str | None:

@@ -107,14 +107,20 @@ class Shardings:
         return jax.tree_util.tree_map_with_path(self._of, tree)
 
     def _of(self, keys: tuple, leaf: Any) -> NamedSharding:
-        found = self.kernel(names(keys))
+        path = names(keys)
+        found = self.kernel(path)
+        if found is None and "params" not in path:  # the moments of an optimiser
+            ends = [k for k in self.kernels if path[-len(k.path) :] == k.path]
+            found = max(ends, key=lambda kernel: len(kernel.path), default=None)
         spec = found and found.spec_in_tree(tuple(leaf.shape))
         return NamedSharding(self.mesh, spec or PartitionSpec())
 
     def kernel(self, path: tuple[str, ...]) -> Kernel | None:
-        """The kernel at a path, with anything in front of it."""
+        """The kernel at a path in a tree of parameters, or in `{"params": ...}`."""
+        below = path[path.index("params") + 1 :] if "params" in path else path
         for kernel in self.kernels:
-            if path[-len(kernel.path) :] == kernel.path:
+            # A module that is a layer itself goes by its name; its parameters are the roots.
+            if kernel.path == below or (len(below) == 1 and kernel.path[1:] == below):
                 return kernel
         return None
 

@@ -61,8 +61,8 @@ def run(
       what the method returns.
 
     Raises:
-      NotImplementedError: the method has no product of its own parameters that could be
-        replaced.
+      NotImplementedError: the layer has parameters of its own, and no product of them that
+        could be replaced.
     """
     arrays, whole = split_arrays((args, kwargs))
 
@@ -87,7 +87,7 @@ def run(
         return _product(op, path, lhs, rhs, found, params)
 
     out = _evaluate(closed, jax.tree.leaves((variables, arrays)), weights, product)
-    if not replaced:
+    if weights and not replaced:
         raise NotImplementedError(
             f"layer {path!r} is to run on a plan, takes no dot_general, and has no product of its "
             "own parameters outside loops and transformations; give its inner layers a rule of "
