@@ -31,7 +31,7 @@ from meshslice_jax.train.checkpoint import fault
 from meshslice_jax.train.log import read_log
 
 _MAIN = [sys.executable, "-c", "from meshslice_jax.cli import main; main()"]
-_LAUNCH = "launch -n 2 --devices-per-process 2 --heartbeat-timeout 5 --".split()
+_LAUNCH = "launch -n 2 --devices-per-process 2 --heartbeat-timeout 5 --join-timeout 12 --".split()
 _TRAIN = "train --mesh 2x2 --hidden 64 --heads 4 --layers 1 --batch 4 --seq-len 32".split()
 _BENCH = "bench --mesh 2x2 --mkn 256,256,256 --passes fwd --repeats 50".split()
 _WIRE = "bench --wire 1000 --mesh 1x2 --mkn 512,512,512 --passes fwd --repeats 50".split()
@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--program", choices=("train", "bench", "wire"), default="train")
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--latest", type=float, default=15.0, help="seconds until a kill, at most")
-    parser.add_argument("--within", type=float, default=20.0, help="seconds until all has ended")
+    parser.add_argument("--within", type=float, default=25.0, help="seconds until all has ended")
     parser.add_argument("--freeze", action="store_true", help="SIGSTOP instead of SIGKILL")
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
