@@ -23,14 +23,19 @@ DAILY_MESHES = ((2, 2), (2, 3), (1, 4))
 SLICE_COUNTS = (1, 2, 3, 4, 8)
 BLOCK_SIZES = (1, 8, None)
 
-#: Values of the plan fields that only some algorithms read.
+#: Values of the plan fields that only some algorithms read: all of them, ...
 OPTIONS = {
     "block_size": BLOCK_SIZES,
-    "loop": ("rolled", "unrolled"),
     "ring": ("row", "col"),
     "split": ("column", "row"),
-    "packets": (1, 2),
 }
+#: ... or one after the other, from case to case.
+IN_TURN = {
+    "loop": ("rolled", "unrolled"),
+    "packets": (2, 1),
+}
+#: Where the forms below are tried.
+FORM_MESHES = ((2, 2), (2, 3), (3, 2), (1, 4), (4, 2), (4, 4))
 #: What goes round a ring, beside the joined halves.
 RING_FORMS = (
     {"ring_form": "halves"},
@@ -62,7 +67,8 @@ class Case:
         options = "-".join(
             f"{field}={getattr(plan, field)}"
             for field in ALGORITHMS[plan.algorithm].options
-            if field in OPTIONS or getattr(plan, field) != getattr(ms.GemmPlan(), field)
+            if field in (*OPTIONS, *IN_TURN)
+            or getattr(plan, field) != getattr(ms.GemmPlan(), field)
         )
         rows, cols = self.mesh
         return (
@@ -91,13 +97,20 @@ def extents(plan: ms.GemmPlan, mesh: tuple[int, int]) -> dict[str, int]:
 
 def plans(algorithm: str, mesh: tuple[int, int]):
     """All plans of one algorithm in the table."""
-    fields = [field for field in ALGORITHMS[algorithm].options if field in OPTIONS]
+    read = ALGORITHMS[algorithm].options
+    fields = [field for field in read if field in OPTIONS]
+    turns = {field: itertools.cycle(IN_TURN[field]) for field in read if field in IN_TURN}
     for dataflow, slices in itertools.product(ms.Dataflow, SLICE_COUNTS):
         for values in itertools.product(*(OPTIONS[field] for field in fields)):
             options = dict(zip(fields, values, strict=True))
-            if algorithm == "meshslice" and slices <= 2 and options["loop"] == "rolled":
-                continue  # the same program as unrolled
+            options |= {field: next(turn) for field, turn in turns.items()}
             yield ms.GemmPlan(algorithm=algorithm, dataflow=dataflow, slice_count=slices, **options)
+    if mesh in FORM_MESHES:
+        yield from forms(algorithm, fields)
+
+
+def forms(algorithm: str, fields: list[str]):
+    """Plans with other forms of rings and reduce-scatters."""
     if "ring_form" in ALGORITHMS[algorithm].options:
         dataflows = ALGORITHMS[algorithm].forward_dataflows[:2]
         for dataflow, form, ring in itertools.product(dataflows, RING_FORMS, ("row", "col")):

@@ -14,6 +14,9 @@ NUM_DEVICES = 16
 
 jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# Most of the time of a test is compilation; what it checks does not depend on how fast the
+# machine code is.
+jax.config.update("jax_disable_most_optimizations", True)
 
 # A busy machine is no failure: examples have no deadline.
 hypothesis.settings.register_profile("tests", deadline=None)

@@ -72,15 +72,13 @@ def bench_cases():
             yield case
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("algorithm", ms.ALGORITHMS)
-def test_traced_kernels_match_their_schedules(algorithm, dtype):
+def check_traced_kernels(algorithm, dtype, meshes):
     counted = 0
     for case in bench_cases():
         long = max(case.mesh) == 16 and algorithm in ("summa", "fsdp", "tp1d")
         if case.plan.algorithm != algorithm or (long and case.plan.slice_count != 1):
             continue
-        if dtype == "bfloat16" and case.mesh not in ((2, 3), (1, 4), (4, 4)):
+        if case.mesh not in meshes:
             continue
         plan = case.plan
         if dtype == "bfloat16" and plan.slice_count % 2 == 0:
@@ -89,6 +87,18 @@ def test_traced_kernels_match_their_schedules(algorithm, dtype):
         compare(problem, plan, case.mesh, abstract_mesh(case.mesh))
         counted += 1
     assert counted >= 3
+
+
+@pytest.mark.parametrize("algorithm", ms.ALGORITHMS)
+def test_traced_kernels_match_their_schedules_daily(algorithm):
+    check_traced_kernels(algorithm, "float32", (*cases.DAILY_MESHES, (4, 4)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ms.ALGORITHMS)
+def test_traced_kernels_match_their_schedules(algorithm):
+    check_traced_kernels(algorithm, "float32", cases.MESHES)
+    check_traced_kernels(algorithm, "bfloat16", ((2, 3), (1, 4), (4, 4)))
 
 
 @pytest.mark.slow
