@@ -3,8 +3,9 @@
 A plan asks only for divisibility: mesh axes divide the extents of the placed matrices, and
 slices, blocks, rings and packets divide what a chip holds of them. So for each of m, n and
 k the legal extents are the multiples of some number, and that number divides one that is
-known to do: chips x slices x blocks x packets over the three passes of the layer. Its
-divisors are tried, and the smallest multiple that fits is taken, whatever the algorithm.
+known to do: chips x slices x blocks x packets (times a little, for slices that differ in
+width) over the three passes of the layer. Its divisors are tried, and the smallest multiple
+that fits is taken, whatever the algorithm.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ import math
 
 from meshslice_jax import algorithms
 from meshslice_jax.mesh import MeshShape
-from meshslice_jax.plan import LayerPlan
+from meshslice_jax.plan import GemmPlan, LayerPlan
 from meshslice_jax.problem import GemmProblem
 
 
@@ -61,10 +62,19 @@ def _fits(plan: LayerPlan, problem: GemmProblem, shape: MeshShape) -> bool:
 
 
 def _enough(plan: LayerPlan, shape: MeshShape) -> int:
-    """An extent that fits as m, n and k wherever any does: twice, for the two ring halves."""
+    """An extent that fits as m, n and k wherever any does."""
     passes = (plan.forward, plan.grad_lhs, plan.grad_rhs)
-    cuts = math.lcm(*(part.slice_count * (part.block_size or 1) for part in passes))
-    return 2 * shape.num_chips * cuts * math.lcm(*(part.packets for part in passes))
+    return math.lcm(*(_enough_of(part, shape) for part in passes))
+
+
+def _enough_of(part: GemmPlan, shape: MeshShape) -> int:
+    """The same for one pass: twice, for the two ring halves, and again for slices that differ."""
+    once = 2 * shape.num_chips * part.slice_count * (part.block_size or 1) * part.packets
+    for times in range(1, 2 * part.slice_count + 1):
+        size = once * times
+        if algorithms.fits(GemmProblem(m=size, n=size, k=size), part, shape):
+            return size
+    return once
 
 
 def _divisors(number: int) -> list[int]:
