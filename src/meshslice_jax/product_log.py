@@ -23,7 +23,6 @@ from meshslice_jax.mesh import MeshShape
 from meshslice_jax.plan import LayerPlan
 from meshslice_jax.problem import GemmProblem
 
-
 #: Named scope of the dense products that are recorded.
 DENSE = "dense_product"
 
