@@ -43,11 +43,13 @@ class Trial:
       folder: of its checkpoints and log.
       steps: of the run.
       every: steps between checkpoints.
+      code: exit code of the last run that ended by itself.
     """
 
     folder: Path
     steps: int
     every: int
+    code: int = 0
 
     def start(self) -> subprocess.Popen:
         """The training program, from its newest checkpoint; its output goes to a file."""
@@ -109,6 +111,7 @@ def kill(trial: Trial, in_a_write: bool, latest_s: float, rng: random.Random) ->
             break
         time.sleep(0.001)
     if process.poll() is not None:
+        trial.code = process.returncode
         return False, f"ended by itself with code {process.returncode}"
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -174,10 +177,12 @@ def run(options: argparse.Namespace, scratch: Path, rng: random.Random) -> int:
         expected, before = (whole[-1] if whole else 0), len(trial.losses())
         begin = time.monotonic()
         killed, how = kill(trial, kills % 2 == 1, latest_s, rng)
-        if not killed:
-            latest_s = min(latest_s, time.monotonic() - begin)
         kills, writes = kills + killed, writes + ("write" in how)
         wrong = check(trial, exact, before, expected)
+        if not killed and trial.code != 0:
+            wrong.append(f"it failed:\n{trial.output}")
+        elif not killed:
+            latest_s = min(latest_s, time.monotonic() - begin)
         spoke = re.search(r"is passed over: .*", trial.output)
         steps = [step for step, _ in trial.losses()[before:]]
         if cut is not None and steps and spoke is None:
