@@ -62,16 +62,20 @@ def all_to_all(x: jax.Array, axis: Axis, dim: int, group: int) -> jax.Array:
     return lax.all_to_all(x, axis.names, dim, dim, axis_index_groups=groups, tiled=True)
 
 
-def tie(x: jax.Array, after: jax.Array) -> jax.Array:
-    """`x` to the last bit, but not before `after` is there.
+def tie(x: jax.Array, *after: jax.Array) -> jax.Array:
+    """`x` to the last bit, but not before all of `after` are there.
 
-    One element of `x` is selected by a comparison with one of `after` that no value passes, a
-    NaN neither, and that the compiler does not see through. An `optimization_barrier` says the
+    One element of `x` is selected by comparisons with one of each that no value passes, a NaN
+    neither, and that the compiler does not see through. An `optimization_barrier` says the
     same, but XLA:CPU drops it before it orders anything.
     """
-    value = lax.slice(after, (0,) * after.ndim, (1,) * after.ndim).reshape(())
-    one = jnp.ones((), after.dtype)
-    never = (value < one) & (value > one)
+    never = jnp.zeros((), bool)
+    # The newest comes first: what ties have in common would be computed once, and early, and
+    # then nothing of the older ones would have to be there any more.
+    for other in after:
+        value = lax.slice(other, (0,) * other.ndim, (1,) * other.ndim).reshape(())
+        one = jnp.ones((), other.dtype)
+        never |= (value < one) & (value > one)
     first = lax.slice(x, (0,) * x.ndim, (1,) * x.ndim)
     chosen = jnp.where(never, jnp.zeros_like(first), first)
     return lax.dynamic_update_slice(x, chosen, (0,) * x.ndim)

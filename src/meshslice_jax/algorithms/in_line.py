@@ -12,6 +12,12 @@ is a chain of data dependences, which no compiler drops:
 
 G gathers the moving inputs of a slice, S scatters its result (output-stationary: none).
 Nothing changes a bit of any result: see `collectives.tie`.
+
+What a product still reads must not lie where the next slice is gathered to, or the gather
+waits for it. The compiler thinks in the order of its schedule, in which a product stands
+before the next gather, and gives that gather its buffer. So each collective is tied to the
+last four of the line, not to one: what a slice gathered then lives until all of the next
+one is there; and a scatter to the partial product before, so that two buffers take turns.
 """
 
 from collections.abc import Sequence
@@ -24,6 +30,8 @@ from meshslice_jax.plan import GemmPlan
 
 #: Values of `GemmPlan.gather_order` that are run here.
 ORDERS = ("tied", "serial")
+#: How many collectives back one is tied to.
+_REACH = 4
 
 
 def products(
@@ -36,35 +44,38 @@ def products(
       operands: "lhs" and "rhs" as the chip has them, for what does not move.
       job: what runs.
     """
-    serial, out, results = job.plan.gather_order == "serial", job.output(), []
-    ahead, line = _gathered(pieces[0], None, job, 0)
+    serial, out = job.plan.gather_order == "serial", job.output()
+    line, partials, results = [], [], []  # in the order in which they are to be computed
+    ahead = _gathered(pieces[0], line, job, 0)
     for index in range(len(pieces)):
         current, last = ahead, index + 1 == len(pieces)
         if not last and not serial:
-            ahead, line = _gathered(pieces[index + 1], line, job, index + 1)
+            ahead = _gathered(pieces[index + 1], line, job, index + 1)
         with jax.named_scope(f"slice{index}"):
-            partial = job.dot(**(operands | current))
+            result = job.dot(**(operands | current))
             if out is not None:
-                partial = job.scatter(collectives.tie(partial, line), out)
-        results.append(partial)
+                partials.append(result)
+                tied = collectives.tie(result, *line[: -_REACH - 1 : -1], *partials[-2:-1])
+                result = job.scatter(tied, out)
+        results.append(result)
         if serial or out is not None:
-            line = partial
+            line.append(result)
         if not last and serial:
-            ahead, line = _gathered(pieces[index + 1], line, job, index + 1)
+            ahead = _gathered(pieces[index + 1], line, job, index + 1)
     return results
 
 
 def _gathered(
-    pieces: dict[str, jax.Array], line: jax.Array | None, job: Job, index: int
-) -> tuple[dict[str, jax.Array], jax.Array]:
-    """What a slice gathers, at the end of the line; and the new end."""
+    pieces: dict[str, jax.Array], line: list[jax.Array], job: Job, index: int
+) -> dict[str, jax.Array]:
+    """What a slice gathers, at the end of the line, which grows by it."""
     moved = {}
     with jax.named_scope(f"slice{index}"):
         for mover in job.inputs():
-            piece = pieces[mover.role]
-            line = job.gather(piece if line is None else collectives.tie(piece, line), mover)
-            moved[mover.role] = line
-    return moved, line
+            piece = collectives.tie(pieces[mover.role], *line[: -_REACH - 1 : -1])
+            moved[mover.role] = job.gather(piece, mover)
+            line.append(moved[mover.role])
+    return moved
 
 
 def faults(plan: GemmPlan) -> list[str]:
