@@ -23,7 +23,7 @@ NEEDS_ROOT = pytest.mark.skipif(lacking() is not None, reason=str(lacking()))
 #: The promise to those who read the JSON files.
 FIELDS = """
     algorithm dataflow slice_count pass comm_over_compute ms ratio_to_gspmd ratio_low ratio_high
-    hidden repeats buffers gather_order mesh m n k rate_asked rate_mbit compute_ms communication_ms
+    hidden repeats gather_order mesh m n k rate_asked rate_mbit compute_ms communication_ms
 """
 
 
@@ -33,7 +33,6 @@ def a_record(**fields):
         "dataflow": "os",
         "slice_count": 8,
         "pass_": "fwd",
-        "buffers": "own",
         "gather_order": "tied",
         "mesh": "2x2",
         "m": 4,
@@ -66,9 +65,9 @@ def test_records_and_their_plot_are_files(tmp_path):
 
 
 def test_labels_tell_variants_apart():
-    records = [a_record(), a_record(buffers="shared"), a_record(algorithm="meshslice serial")]
+    records = [a_record(), a_record(gather_order="free"), a_record(algorithm="meshslice serial")]
     labels = [wire.label(found) for found in records]
-    assert labels == ["meshslice S=8", "meshslice S=8 shared buffers", "meshslice serial S=8"]
+    assert labels == ["meshslice S=8", "meshslice S=8 free order", "meshslice serial S=8"]
 
 
 @pytest.mark.parametrize(
@@ -113,16 +112,16 @@ def test_rounds_go_back_and_forth():
 def test_what_is_measured():
     options = wire.WireOptions()
     found = variants.variants(options, "os")
-    texts = [(v.name, v.forward.slice_count, v.forward.gather_order, v.buffers) for v in found]
+    texts = [(v.name, v.forward.slice_count, v.forward.gather_order) for v in found]
     assert texts == [
-        ("gspmd", 1, "free", "shared"),
-        ("collective", 1, "free", "shared"),
-        *(("meshslice", count, "tied", "own") for count in (2, 4, 8, 16)),
-        ("meshslice", 8, "tied", "shared"),
-        ("meshslice serial", 8, "serial", "own"),
-        ("wang", 1, "free", "shared"),
-        ("summa", 1, "free", "shared"),
-        ("cannon", 1, "free", "shared"),
+        ("gspmd", 1, "free"),
+        ("collective", 1, "free"),
+        *(("meshslice", count, "tied") for count in (2, 4, 8, 16)),
+        ("meshslice", 8, "free"),
+        ("meshslice serial", 8, "serial"),
+        ("wang", 1, "free"),
+        ("summa", 1, "free"),
+        ("cannon", 1, "free"),
     ]
     line = variants.variants(wire.WireOptions(mesh=(1, 4)), "ls")
     assert "cannon" not in [v.name for v in line]
@@ -150,7 +149,7 @@ CHECKED = [(variant, "fwd") for variant in SMALL] + [(variant, "step") for varia
 
 
 @pytest.mark.parametrize(
-    "variant, pass_", CHECKED, ids=[f"{v.name} {v.buffers} {pass_}" for v, pass_ in CHECKED]
+    "variant, pass_", CHECKED, ids=[f"{v.name} {v.forward.gather_order} {p}" for v, p in CHECKED]
 )
 def test_every_variant_is_right(variant, pass_):
     problem = ms.GemmProblem(m=32, n=32, k=32, lhs_dtype="float32", rhs_dtype="float32")

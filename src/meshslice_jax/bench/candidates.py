@@ -1,7 +1,6 @@
 """What a case is tried with: plans, sensible choices where none are given, baselines."""
 
 import dataclasses
-from collections.abc import Mapping
 
 import msgspec
 
@@ -30,7 +29,6 @@ class Candidate:
       plan: the plan of the pass; None for a baseline.
       base: mesh view and forward dataflow of its GSPMD baseline; None for the dense product.
       local: extents m, n, k of a chip's local products.
-      compiler_options: with which it is compiled, or None.
     """
 
     row: Row
@@ -38,7 +36,6 @@ class Candidate:
     plan: GemmPlan | None = None
     base: tuple[str, Dataflow] | None = None
     local: tuple[int, int, int] | None = None
-    compiler_options: Mapping[str, object] | None = None
 
 
 def sensible_dataflow(problem: GemmProblem, algorithm: str) -> Dataflow:

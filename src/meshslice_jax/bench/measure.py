@@ -65,7 +65,7 @@ def prepare(case: Pass, candidate: Candidate, data: Data, mesh: Mesh, expected: 
     try:
         function, operands = program(case, candidate, data, mesh)
         begin = time.perf_counter()
-        compiled = function.lower(*operands).compile(candidate.compiler_options)
+        compiled = function.lower(*operands).compile()
         compile_s = time.perf_counter() - begin
         error = first_error(find_error(jax.block_until_ready(compiled(*operands)), expected))
     except jax.errors.JaxRuntimeError as failure:  # the device's, such as out of memory

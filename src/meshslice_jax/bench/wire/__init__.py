@@ -16,10 +16,9 @@ smaller of the two: 1 is all that could be.
 
 XLA:CPU runs what does not wait for anything side by side, under conditions:
 
-  * the order of gathers must be held, or all of one operand's come first, and the first
-    product has to wait: `gather_order="tied"`;
-  * buffers must not be reused, or a gather waits for the product that still reads the
-    buffer: `OWN_BUFFERS`, an option of the compiler (`buffers` in a record);
+  * the order of collectives must be held, or all of one operand's gathers come first, and
+    what a product still reads must not be gathered over: `gather_order="tied"` sees to both
+    (`algorithms.in_line`); "free" stands beside it;
   * slices must be unrolled, and more than two: small programs run one step at a time.
 
     namespaces    the network

@@ -21,7 +21,7 @@ class WireOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     `rates` are numbers of Mbit/s ("430") or how many times compute's time communication
     shall take ("1.5x"). `control_slices` is the slice count of the control, and of MeshSlice
-    with buffers shared as XLA likes.
+    with its gathers in a free order.
     """
 
     mesh: tuple[int, int] = (2, 2)

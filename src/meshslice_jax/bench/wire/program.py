@@ -100,7 +100,6 @@ def _records(
             dataflow=variant.forward.dataflow.value,
             slice_count=variant.forward.slice_count,
             pass_=pass_,
-            buffers=variant.buffers,
             gather_order=variant.forward.gather_order,
             mesh=f"{rows}x{cols}",
             m=options.m,

@@ -31,7 +31,6 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     ratio_high: float
     hidden: float
     repeats: int
-    buffers: str
     gather_order: str
     mesh: str
     m: int
@@ -81,8 +80,8 @@ def label(record: Record) -> str:
     words = [record.algorithm]
     if record.algorithm.startswith("meshslice"):
         words.append(f"S={record.slice_count}")
-        if record.buffers == "shared":
-            words.append("shared buffers")
+        if record.gather_order == "free":
+            words.append("free order")
     return " ".join(words)
 
 

@@ -11,8 +11,6 @@ from meshslice_jax.launch import Guard, Limits, Outcome, launch
 
 #: Seconds without a step of any process: the largest compilation with its NumPy answer.
 _STEP_S = 300.0
-#: C++ warnings are left out: there would be one for every buffer of `OWN_BUFFERS`.
-_QUIET = ("env", "TF_CPP_MIN_LOG_LEVEL=2")
 
 
 def run(options: WireOptions, results: Path) -> Outcome:
@@ -29,7 +27,7 @@ def run(options: WireOptions, results: Path) -> Outcome:
         network = set_up(options.shape.num_chips, guard)
         arguments = (msgspec.json.encode(options).decode(), str(results.absolute()))
         return launch(
-            (*_QUIET, sys.executable, "-m", "meshslice_jax.bench.wire.program", *arguments),
+            (sys.executable, "-m", "meshslice_jax.bench.wire.program", *arguments),
             num_processes=options.shape.num_chips,
             host=network[0].address,
             limits=Limits(step_s=_STEP_S),

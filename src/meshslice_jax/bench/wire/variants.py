@@ -6,7 +6,6 @@ NumPy; "step" is a layer's forward product and both gradients in one program.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +22,6 @@ from meshslice_jax.mesh import MeshShape
 from meshslice_jax.plan import GemmPlan, as_layer_plan
 from meshslice_jax.problem import NATURAL, GemmProblem
 
-#: Every buffer in a heap of its own. XLA:CPU runs side by side what shares no buffer.
-OWN_BUFFERS = {"xla_multiheap_size_constraint_per_heap": 1}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Variant:
@@ -35,17 +31,11 @@ class Variant:
       name: an algorithm, "gspmd", or "meshslice serial" for the control.
       forward: the forward plan; of GSPMD the one whose placements it has.
       planned: whether the plan runs; else GSPMD does.
-      buffers: "own" or "shared".
     """
 
     name: str
     forward: GemmPlan
     planned: bool = True
-    buffers: str = "shared"
-
-    @property
-    def compiler_options(self) -> Mapping[str, object] | None:
-        return OWN_BUFFERS if self.buffers == "own" else None
 
 
 def variants(options: WireOptions, dataflow: str) -> list[Variant]:
@@ -57,15 +47,14 @@ def variants(options: WireOptions, dataflow: str) -> list[Variant]:
             found.append(Variant(name=name, forward=GemmPlan(algorithm=name, dataflow=dataflow)))
             continue
         for count in options.slices:
-            found.append(_meshslice(dataflow, count, "tied", "own"))
-        if options.control_slices:
-            found.append(_meshslice(dataflow, options.control_slices, "tied", "shared"))
-            found.append(_meshslice(dataflow, options.control_slices, "serial", "own"))
+            found.append(_meshslice(dataflow, count, "tied"))
+        for order in ("free", "serial"):
+            found.append(_meshslice(dataflow, options.control_slices, order))
     extents = (options.m, options.n, options.k)
     return [variant for variant in found if _fits(variant.forward, extents, options.shape)]
 
 
-def _meshslice(dataflow: str, count: int, order: str, buffers: str) -> Variant:
+def _meshslice(dataflow: str, count: int, order: str) -> Variant:
     plan = GemmPlan(
         algorithm="meshslice",
         dataflow=dataflow,
@@ -74,7 +63,7 @@ def _meshslice(dataflow: str, count: int, order: str, buffers: str) -> Variant:
         gather_order=order,
     )
     name = "meshslice serial" if order == "serial" else "meshslice"
-    return Variant(name=name, forward=plan, buffers=buffers)
+    return Variant(name=name, forward=plan)
 
 
 def _fits(plan: GemmPlan, extents: tuple[int, int, int], shape: MeshShape) -> bool:
@@ -117,7 +106,6 @@ def _single(variant: Variant, problem: GemmProblem, pass_: str, data: Data, mesh
         forward=variant.forward,
         plan=case.plan(variant.forward) if variant.planned else None,
         base=("", variant.forward.dataflow),
-        compiler_options=variant.compiler_options,
     )
     done, call = prepare(case, candidate, data, mesh, reference(case, data))
     return call, done.reason
@@ -141,7 +129,7 @@ def _step(variant: Variant, problem: GemmProblem, _: str, data: Data, mesh: Mesh
     operands = [data.on(role, where[role]) for role in ("lhs", "rhs", "out")]
     results = tuple(where[role] for role in ("out", "lhs", "rhs"))
     lowered = jax.jit(step, out_shardings=results).lower(*operands)
-    compiled = lowered.compile(variant.compiler_options)
+    compiled = lowered.compile()
     error = None
     for name, got in zip(PASSES, compiled(*operands), strict=True):
         case = Pass(layer="layer", name=name, forward=problem)
