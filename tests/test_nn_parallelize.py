@@ -242,6 +242,38 @@ def test_equal_nnx_models_trace_once():
     assert len(traced) == 1
 
 
+@pytest.mark.parametrize("flax", ["linen", "nnx"])
+def test_a_class_of_products_is_made_only_where_it_is_used(flax):
+    made = []
+
+    def products():
+        made.append(1)
+        return jax.lax.dot_general
+
+    out = io.StringIO()
+    for target, count in ((None, 1), ("ff1", 0)):
+        rules = [("fc1", target)]
+        if flax == "linen":
+            module = nn.Dense(24, dot_general_cls=products, name="fc1")
+            variables = jax.eval_shape(module.init, jax.random.key(0), X)
+            model, _ = ms.nn.parallelize(module, PLANS, mesh(), X, rules=rules)
+            inputs = (variables, X)
+        else:
+            linear = nnx.LinearGeneral(24, 24, dot_general_cls=products, rngs=nnx.Rngs(0))
+            model, inputs = nnx.Dict(fc1=linear), (X,)
+            ms.nn.parallelize(model, PLANS, mesh(), rules=[("fc1", None)])
+            ms.nn.parallelize(model, PLANS, mesh(), rules=rules)
+            graph, state = nnx.split(model)
+        made.clear()
+        if flax == "linen":
+            (row,) = ms.nn.explain(model, *inputs, file=out).rows
+        else:
+            call = lambda s, x, g=graph: nnx.merge(g, s)["fc1"](x)  # noqa: E731
+            (row,) = ms.nn.explain(call, state, X, file=out).rows
+        assert (row.product.plan is None) == (target is None) and len(made) == count
+        assert row.product.layer == ("fc1" if target or flax == "linen" else "")
+
+
 class Stack(nnx.Module):
     """Layers made by vmap and run by scan and remat."""
 
@@ -343,6 +375,19 @@ def test_a_layer_that_cannot_run_is_named_or_falls_back():
     found = ms.nn.explain(model, variables, X, file=io.StringIO(), strict=True)
     assert found.rows[1].product.trimmed == (16, 7, 24) and "padded from 16, 7, 24" in str(found)
     assert shardings(variables)["params"]["layers_1"]["kernel"].spec == P("row", None)
+
+
+def test_a_plan_for_chips_that_are_not_there_is_explained():
+    plan, auto = ms.tune("gpt3-175b", 256), (jax.sharding.AxisType.Auto,) * 2
+    chips = jax.sharding.AbstractMesh(tuple(plan.mesh_shape), ("row", "col"), axis_types=auto)
+    layer = nn.Dense(4 * 12288, name="fc1", dtype=jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((128, 2048, 12288), jnp.bfloat16)
+    model, shardings = ms.nn.parallelize(layer, plan, chips, x, strict=True)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+    assert shardings(variables)["params"]["kernel"].spec == P("row", "col")
+    (row,) = ms.nn.explain(model, variables, x, file=io.StringIO()).rows
+    forward = plan.predicted.layers["ff1"]["forward"]
+    assert row.forward_s == pytest.approx(forward.total_s, rel=1e-12)
 
 
 def test_rules():
@@ -449,6 +494,21 @@ def test_rewriting_finds_weights_on_either_side_and_through_jit():
     same(found[1], np.einsum("bsh,bth->bst", x, x))
     same(found[2], x @ w)
     same(variables, {"w": w})
+
+    def rematerialised(variables):
+        return jax.checkpoint(lambda w: (x @ w) ** 2)(variables["w"]).sum(), variables
+
+    def gradient(function):
+        return jax.jit(jax.grad(lambda w: function({"w": w})[0]))(w)
+
+    same(
+        gradient(
+            lambda v: rewrite.run(
+                rematerialised, v, (), {}, op=op, path="p", name_of=lambda keys: "w"
+            )
+        ),
+        gradient(rematerialised),
+    )
     traced = ms.nn.explain(
         lambda x: rewrite.run(
             method, {"w": w}, (x,), {"flag": "as it is"}, op=op, path="p", name_of=lambda k: "w"

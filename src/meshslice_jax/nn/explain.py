@@ -180,14 +180,18 @@ def _cells(row: Row) -> tuple[str, ...]:
     runs = f"{plan.algorithm} {plan.dataflow.value} S={plan.slice_count} on {product.mesh_shape}"
     if product.replicas > 1:
         runs += f" x {product.replicas} replicas"
-    times = [
-        f"{t * 1e6:.3g} us" if t is not None else "no rate" for t in (row.forward_s, row.step_s)
-    ]
+    times = [_time(row.forward_s), _time(row.step_s)]
     return (product.layer, shapes, extents, runs, *times, _bytes(row.sent_bytes))
 
 
 def _shape(shape: tuple[int, ...]) -> str:
     return "[" + ",".join(map(str, shape)) + "]"
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "no rate"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
 
 
 def _bytes(number: float) -> str:

@@ -69,7 +69,7 @@ def intercepted(assignment: Assignment) -> Iterator[None]:
 
 def _intercept(assignment: Assignment, rewriting: set, call, args, kwargs, context):
     module = context.module
-    hooked = hasattr(module, "dot_general") and hasattr(module, "dot_general_cls")
+    hooked = "dot_general" in module.__dataclass_fields__
     if context.method_name != "__call__" or module.path in rewriting:
         return call(*args, **kwargs)
     path = "/".join(module.path) or module.name or ""
@@ -93,16 +93,25 @@ def _hooked(module: nn.Module, path: str, choice: Choice) -> Iterator[None]:
     if choice.op is None and not product_log.is_recording():
         yield
         return
-    before = {"dot_general": module.dot_general, "dot_general_cls": module.dot_general_cls}
-    own = before["dot_general_cls"]() if before["dot_general_cls"] else before["dot_general"]
-    op = choice.op or unplanned(own, choice)
-    for field, value in (("dot_general", op), ("dot_general_cls", None)):
-        object.__setattr__(module, field, value)  # the fields of a module are frozen
+    fields = [f for f in ("dot_general", "dot_general_cls") if f in module.__dataclass_fields__]
+    before = {field: getattr(module, field) for field in fields}
+    after = swapped(before, choice)
+    for field in fields:  # the fields of a module are frozen
+        object.__setattr__(module, field, after.get(field))
     try:
         yield
     finally:
         for field, value in before.items():
             object.__setattr__(module, field, value)
+
+
+def swapped(before: dict[str, Any], choice: Choice) -> dict[str, Any]:
+    """What a layer's `dot_general` and `dot_general_cls` are to be; the class goes first."""
+    if choice.op is not None:
+        return {"dot_general": choice.op}
+    if before.get("dot_general_cls") is not None:
+        return {"dot_general_cls": UnplannedClass(before["dot_general_cls"], choice)}
+    return {"dot_general": unplanned(before["dot_general"], choice)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +135,17 @@ class Unplanned:
             )
         )
         return out
+
+
+@dataclasses.dataclass(frozen=True)
+class UnplannedClass:
+    """The layer's own class of products, whose instance is recorded."""
+
+    cls: Any
+    choice: Choice
+
+    def __call__(self):
+        return unplanned(self.cls(), self.choice)
 
 
 def unplanned(own: Any, choice: Choice) -> Any:

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from meshslice_jax import product_log
 from meshslice_jax.dot_general import DotGeneral
 from meshslice_jax.nn import rewrite
-from meshslice_jax.nn.linen_layers import Unplanned, unplanned
+from meshslice_jax.nn.linen_layers import Unplanned, UnplannedClass, swapped
 from meshslice_jax.nn.placing import is_concrete, kernel_spec, names
 from meshslice_jax.nn.rules import Assignment, Choice
 
@@ -77,14 +77,20 @@ def _rewrite(module: nnx.Module, path: str, choice: Choice) -> None:
 
 
 def _swap(module: nnx.Module, path: str, choice: Choice) -> None:
-    cls = getattr(module, "dot_general_cls", None)
-    own = cls() if cls else module.dot_general
-    if isinstance(own, LayerProduct):  # parallelized before
-        own = own.op.product if isinstance(own.op, Unplanned) else None
-    op = choice.op or unplanned(own, choice)
-    module.dot_general = LayerProduct(op, path)
-    if cls is not None:
-        module.dot_general_cls = None
+    fields = [f for f in ("dot_general", "dot_general_cls") if hasattr(module, f)]
+    before = {field: _own_product(getattr(module, field)) for field in fields}
+    after = swapped(before, choice)
+    for field in fields:
+        found = after.get(field)
+        named = field == "dot_general" and found is not None
+        setattr(module, field, LayerProduct(found, path) if named else found)
+
+
+def _own_product(found):
+    """What a layer had before it was parallelized, if it was; None is lax's product."""
+    if isinstance(found, LayerProduct):
+        return found.op.product if isinstance(found.op, Unplanned) else None
+    return found.cls if isinstance(found, UnplannedClass) else found
 
 
 def _place(module: nnx.Module, op: DotGeneral, mesh: Mesh | AbstractMesh) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import flax.linen
 import jax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from meshslice_jax.model_plan import ModelPlan
 from meshslice_jax.nn.linen_layers import ParallelModule
@@ -31,7 +31,7 @@ from meshslice_jax.plan import GemmPlan, LayerPlan
 def parallelize(
     model: flax.linen.Module | nnx.Module,
     plan: ModelPlan | Mapping[str, GemmPlan | LayerPlan] | GemmPlan | LayerPlan,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     *inputs: Any,
     rules: list[Rule] | None = None,
     batch_axes: tuple[str, ...] | None = None,
@@ -46,7 +46,8 @@ def parallelize(
       model: a linen or nnx module; not a bound one.
       plan: a ModelPlan of `tune`; a plan for each layer name that the rules use; or one
         plan, which every layer that takes a `dot_general` gets unless a rule says None.
-      mesh: the mesh. It has the plan's axes, and may have others.
+      mesh: the mesh. It has the plan's axes, and may have others. An AbstractMesh will do
+        for `explain` and for placements, with no device of it at hand.
       *inputs: arguments of one call, as `model.apply` (without variables) or the nnx
         module takes them; arrays or `jax.ShapeDtypeStruct`s. One call is traced to see
         which parameter is which product's kernel; nothing is computed. A linen model needs

@@ -7,12 +7,12 @@ each `dot_general` that has one of the layer's own parameters as an operand repl
 plan's product. A parameter is followed through transposes and casts, so that the record
 says how its dimensions lie in the product, and where it is to be placed.
 
-Calls of `jit` are entered. A product inside a loop or another transformation stays as it
-is; a layer in which nothing could be replaced is an error.
+Calls of `jit` and `checkpoint` are entered. A product inside a loop stays as it is; a layer
+in which nothing could be replaced is an error.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from meshslice_jax.dot_general import DotGeneral
 
 _SAME_DIMENSIONS = frozenset({"convert_element_type", "copy", "copy_p", "sharding_constraint"})
 _CALLS = frozenset({"jit", "pjit", "closed_call"})
+_REMATS = frozenset({"remat2", "remat", "checkpoint"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,41 +137,61 @@ def _product(op: DotGeneral, path: str, lhs, rhs, found: tuple, params: dict) ->
     return lax.transpose(out, order)
 
 
-def _evaluate(closed: ClosedJaxpr, arguments: list, weights: dict, product: Callable) -> list:
+def _evaluate(closed: ClosedJaxpr, arguments: Sequence, weights: dict, product: Callable) -> list:
     """`jax.core.eval_jaxpr`, but for products of weights."""
     jaxpr, values = closed.jaxpr, {}
     values.update(zip(jaxpr.constvars, closed.consts, strict=True))
     values.update(zip(jaxpr.invars, arguments, strict=True))
-
-    def read(var):
-        return var.val if isinstance(var, Literal) else values[var]
-
-    def weight_of(var):
-        return None if isinstance(var, Literal) else weights.get(var)
-
     for eqn in jaxpr.eqns:
-        inputs = [read(var) for var in eqn.invars]
-        found = tuple(weight_of(var) for var in eqn.invars)
-        name = eqn.primitive.name
-        if len(eqn.outvars) == 1 and found and found[0] is not None:
-            if name in _SAME_DIMENSIONS:
-                weights.setdefault(eqn.outvars[0], found[0])
-            elif name == "transpose":
-                dims = tuple(found[0].dims[d] for d in eqn.params["permutation"])
-                weights.setdefault(eqn.outvars[0], Weight(found[0].name, dims))
-        if name == "dot_general" and any(found):
+        inputs = [_read(var, values) for var in eqn.invars]
+        found = tuple(None if isinstance(v, Literal) else weights.get(v) for v in eqn.invars)
+        if any(found):
+            _follow(eqn, found[0], weights)
+        if eqn.primitive.name == "dot_general" and any(found):
             outputs = [product(*inputs, found, eqn.params)]
-        elif name in _CALLS:
-            inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
-            known = {v: w for v, w in zip(inner.jaxpr.invars, found, strict=True) if w}
-            for var, outer in zip(inner.jaxpr.outvars, eqn.outvars, strict=True):
-                if not isinstance(var, Literal) and outer in weights:
-                    known.setdefault(var, weights[outer])
-            outputs = _evaluate(inner, inputs, known, product)
-            for var, outer in zip(inner.jaxpr.outvars, eqn.outvars, strict=True):
-                if not isinstance(var, Literal) and var in known:
-                    weights.setdefault(outer, known[var])
+        elif eqn.primitive.name in _CALLS | _REMATS:
+            outputs = _enter(eqn, inputs, found, weights, product)
         else:
             outputs = compat.bind(eqn, inputs)
         values.update(zip(eqn.outvars, outputs, strict=True))
-    return [read(var) for var in jaxpr.outvars]
+    return [_read(var, values) for var in jaxpr.outvars]
+
+
+def _read(var, values: dict):
+    return var.val if isinstance(var, Literal) else values[var]
+
+
+def _follow(eqn, first: Weight | None, weights: dict) -> None:
+    """Marks the result of a transpose or cast of a weight as that weight."""
+    if first is None or len(eqn.outvars) != 1:
+        return
+    if eqn.primitive.name in _SAME_DIMENSIONS:
+        weights.setdefault(eqn.outvars[0], first)
+    elif eqn.primitive.name == "transpose":
+        dims = tuple(first.dims[d] for d in eqn.params["permutation"])
+        weights.setdefault(eqn.outvars[0], Weight(first.name, dims))
+
+
+def _enter(eqn, inputs: list, found: tuple, weights: dict, product: Callable) -> list:
+    """A call, evaluated inside; weights are known on both sides of its border."""
+    inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
+    closed = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
+    known = {v: w for v, w in zip(closed.jaxpr.invars, found, strict=True) if w}
+    results = [
+        (var, outer)
+        for var, outer in zip(closed.jaxpr.outvars, eqn.outvars, strict=True)
+        if not isinstance(var, Literal)
+    ]
+    known |= {var: weights[outer] for var, outer in results if outer in weights}
+
+    def inside(*arrays):
+        return _evaluate(closed, arrays, known, product)
+
+    if eqn.primitive.name in _REMATS:
+        settings = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
+        inside = jax.checkpoint(inside, **settings)
+    outputs = inside(*inputs)
+    for var, outer in results:
+        if var in known:
+            weights.setdefault(outer, known[var])
+    return outputs
