@@ -1,5 +1,6 @@
 """Topologies, options and candidates; and the TPU compiler itself where libtpu is installed."""
 
+import collections
 import dataclasses
 import importlib.util
 import itertools
@@ -159,10 +160,17 @@ def test_every_algorithm_gets_its_forms_and_both_option_sets():
     sets = ("tuned", "default")
     assert settings(found) == [
         *(("meshslice", 2, "native", s) for s in sets),  # 3 does not divide
+        *(("meshslice", 3, "tapered ends", s) for s in sets),  # four halves do
         *(
-            ("wang", count, f"ring along {ring}", s)
+            ("wang", count, f"{form}, ring along {ring}", s)
             for ring in ("row", "col")
-            for count in (1, 2)
+            for form, count in (
+                ("joined", 1),
+                ("joined", 2),
+                ("halves", 1),
+                ("whole", 1),
+                ("one_way", 1),
+            )
             for s in sets
         ),
         *(("gspmd", 1, mode, s) for mode in GSPMD_MODES for s in sets),
@@ -189,10 +197,27 @@ def test_a_twin_plan_sees_the_mesh_with_its_axes_exchanged():
     )  # fmt: skip
     twin = ms.GemmPlan(row_axis="col", col_axis="row")
     found = candidates.candidates(wide, PROBLEM, twin, "os")
-    counts = {
-        ring: [c.plan.slice_count for c in found if c.plan.ring == ring] for ring in ("row", "col")
-    }
-    assert counts == {"row": [1, 2, 4], "col": [1]}
+    joined = [c.plan for c in found if c.plan.ring_form == "joined"]
+    counts = {ring: [p.slice_count for p in joined if p.ring == ring] for ring in ("row", "col")}
+    assert counts == {"row": [1, 4, 2], "col": [1]}
+
+
+def test_moving_outputs_are_tried_in_every_form():
+    def forms(shape):
+        long = Space(
+            mesh_shape=ms.MeshShape(*shape), hardware=V4.hardware, algorithms=("meshslice",),
+            slice_counts=(2,), option_sets=("tuned",),
+        )  # fmt: skip
+        found = candidates.candidates(long, PROBLEM, ms.GemmPlan(dataflow="ls"), "ls")
+        return {
+            c.form: (c.plan.slice_count, "xla_tpu_force_async_all_to_all" in c.options)
+            for c in found
+        }
+
+    short = {"native": (2, False), "ring": (2, False), "all_to_all": (2, True)}
+    assert forms((4, 4)) == short | {"all_to_all, tapered ends": (3, True)}
+    levels = {"ring, in groups of 4": (2, True), "ring, tapered ends, in groups of 4": (3, True)}
+    assert forms((4, 16)) == {"native": (2, False), "ring": (2, False)} | levels
 
 
 def test_algorithms_without_a_forward_dataflow_are_left_out():
@@ -255,8 +280,9 @@ def study(**changes):
 def test_rows_hold_what_the_replay_found():
     told, compiler = [], Recorded()
     found = run.run(study(), compiler, told.append)
-    ours, collective = found.rows
-    assert len(told) == 5 and len(found.failed) == 3
+    ours, tapered, collective = found.rows
+    assert tapered.candidate.plan.slice_count == 3
+    assert len(told) == 6 and len(found.failed) == 3
     assert found.failed[0].reason.endswith("no GSPMD today")
     assert found.tried(("ff1", "forward"), "gspmd") == 3
     # 2 x 6144^3 FLOPs on 16 chips of 275 TFLOP/s.
@@ -287,7 +313,25 @@ def test_totals_choose_by_rule():
         "collective": ["collective"],
     }
     assert found.choices()["fixed"] == [rows[0]]
-    assert [row.projected_s for row in found.best()] == [r.projected_s for r in rows]
+    assert found.best() == [rows[0], rows[2]]
+
+
+def test_one_fixed_setting_a_dataflow():
+    first, other, _ = run.run(study(), Recorded()).rows
+    ls = dataclasses.replace(first.candidate.plan, dataflow="ls")
+
+    def row(base, pass_, projected_s, plan=None):
+        candidate = dataclasses.replace(base.candidate, plan=plan or base.candidate.plan)
+        replay = dataclasses.replace(base.replay, projected_s=projected_s)
+        return dataclasses.replace(base, pass_=pass_, candidate=candidate, replay=replay)
+
+    rows = [row(first, "forward", 1.0), row(first, "grad_lhs", 5.0)]  # 6 in all
+    rows += [row(other, "forward", 2.0), row(other, "grad_lhs", 2.0)]  # 4: better together
+    rows += [row(first, "grad_rhs", 7.0, ls)]  # another dataflow may have another setting
+    found = run.Findings(
+        study=study(passes=("forward", "grad_lhs", "grad_rhs")), rows=tuple(rows), failed=()
+    )
+    assert found.choices()["fixed"] == rows[2:]
 
 
 def test_a_rule_that_does_not_cover_every_product_is_not_there():
@@ -425,6 +469,47 @@ def test_v4_gathers_are_asynchronous_with_the_options_and_scatters_never(dataflo
     scatters = [move for move in tuned if move.kind == "reduce-scatter"]
     assert len(scatters) == 8 - slices
     assert all(move.key is None for move in scatters)
+
+
+@live
+@pytest.mark.slow
+@pytest.mark.parametrize("dataflow", ["ls", "rs"])
+@pytest.mark.parametrize(
+    "form, products, sent",
+    [
+        # S = 4 slices on an axis of 4: 4 chunks a slice, 3 of which are sent on.
+        (
+            {"reduce_scatter": "ring", "gather_order": "ordered"},
+            16,
+            {"collective-permute": 12},
+        ),
+        # Two groups of two: 2 chunks, 1 sent on, then an exchange.
+        (
+            {"reduce_scatter": "ring", "gather_order": "ordered", "scatter_group": 2},
+            8,
+            {"collective-permute": 4, "all-to-all": 4},
+        ),
+        # (With small products the compiler keeps these gathers synchronous.)
+        ({"reduce_scatter": "all_to_all"}, 4, {"all-to-all": 4}),
+    ],
+    ids=["ring", "two levels", "all_to_all"],
+)
+def test_forms_of_the_reduce_scatter_run_beside_products(dataflow, form, products, sent):
+    plan = ms.GemmPlan(dataflow=dataflow, slice_count=4, reduce_dtype="output", **form)
+    with Compiler(V4) as compiler:
+        extent = 4096 if plan.reduce_scatter == "ring" else 16384
+        answer = compiler.compile(product_job(plan, extent=extent))
+    events = program.events(hlo.parse(answer.hlo))
+    found = [event for event in events if isinstance(event, Move)]
+    kinds = collections.Counter(move.kind for move in found)
+    assert kinds == sent | {"all-gather": 4}
+    waiting = [move.kind for move in found if move.key is None]
+    assert waiting in ([], ["all-gather"])  # sometimes the first gather
+    work = [event for event in events if isinstance(event, program.Work)]
+    assert sum(event.is_product for event in work) == products
+    # What arrives on a ring is added in the epilogue of a product, not in a pass of its own.
+    adds = [w.name for w in work if not w.is_product and w.label.endswith("/add")]
+    assert ("ring" in form.values() and "scatter_group" not in form) <= (not adds)
 
 
 @live

@@ -10,7 +10,7 @@ from meshslice_jax import algorithms, models
 from meshslice_jax.bench.candidates import sensible_dataflow
 from meshslice_jax.cli import common, compile_report
 from meshslice_jax.compiled import candidates, run
-from meshslice_jax.compiled.compiler import Compiler
+from meshslice_jax.compiled.compiler import Compiler, default_cache
 from meshslice_jax.compiled.options import probe_options
 from meshslice_jax.compiled.topology import Topology, parse_topology, require_libtpu
 from meshslice_jax.hardware import hardware_spec
@@ -72,6 +72,9 @@ def compile_(
         bool, typer.Option(help="Print totals under other assumptions about links.")
     ] = False,
     limit: Annotated[float, typer.Option(help="Seconds that one compilation may take.")] = 300.0,
+    cache: Annotated[
+        bool, typer.Option(help="Keep compiled schedules in the user's cache folder, and use them.")
+    ] = True,
     json: Annotated[Path | None, typer.Option(help="Write what was found as JSON.")] = None,
     hlo: Annotated[
         Path | None, typer.Option(help="Write the fastest schedules into this folder.")
@@ -100,7 +103,7 @@ def compile_(
             raise ValueError("; ".join(f"option {name}: {why}" for name, why in refused.items()))
         if block and set(study.passes) != set(run.PASSES):
             raise ValueError(f"--block needs all passes: {','.join(run.PASSES)}")
-        with Compiler(target, limit) as compiler:
+        with Compiler(target, limit, default_cache() if cache else None) as compiler:
             found = run.run(study, compiler, _progress(study))
             blocks = _blocks(found, compiler) if block else {}
     compile_report.print_findings(common.stdout(), found, prefix, blocks, sensitivity)

@@ -6,6 +6,7 @@ with the collective-matmul modes.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from meshslice_jax import algorithms
@@ -17,8 +18,10 @@ from meshslice_jax.mesh import MeshShape
 from meshslice_jax.plan import GemmPlan
 from meshslice_jax.problem import GemmProblem
 
-#: Slice counts that are tried where none are asked for.
-SLICE_COUNTS = (2, 3, 4, 6, 8)
+#: Slice counts that are tried where none are asked for; a taper adds a half slice at either end.
+SLICE_COUNTS = (4, 6, 8)
+#: The longest axis along which an all-to-all is tried: it loads links with n^2/8 shards.
+LONGEST_ALL_TO_ALL = 8
 #: The algorithms of a comparison on two axes, MeshSlice first.
 COMPARED = ("meshslice", "wang", "gspmd", "collective")
 #: Options: "default" is the compiler's own, "tuned" is `compiler_options`.
@@ -138,9 +141,14 @@ def of_plan(space: Space, plan: GemmPlan) -> list[Candidate]:
 
 def form_of(plan: GemmPlan) -> str:
     """What distinguishes plans of one algorithm and slice count."""
-    if "ring" in algorithms.algorithm_of(plan).options:
-        return f"ring along {plan.ring}"
-    return plan.reduce_scatter
+    read = algorithms.algorithm_of(plan).options
+    if "ring" in read:
+        words = [plan.ring_form, f"ring along {plan.ring}"]
+    else:
+        words = [] if plan.dataflow is Dataflow.OS else [plan.reduce_scatter]
+        words += [f"tapered {plan.taper}"] if plan.taper != "none" else []
+    words += [f"in groups of {plan.scatter_group}"] if plan.scatter_group > 1 else []
+    return ", ".join(words) or "native"
 
 
 def _with_options(space, name, plan, form, extra=GSPMD_MODES["windowed"]) -> list[Candidate]:
@@ -155,12 +163,51 @@ def _plans(space: Space, name: str, base: GemmPlan) -> Iterator[GemmPlan]:
     plan = dataclasses.replace(base, algorithm=name, slice_count=1)
     options = algorithms.ALGORITHMS[name].options
     if "ring" in options:
-        for ring in ("row", "col"):
-            length = space.view(plan).size(ring)
-            for count in sorted({1, *(length // merged for merged in (2, 4) if length > merged)}):
-                yield dataclasses.replace(plan, ring=ring, slice_count=count)
+        yield from _rings(space, plan)
     elif "block_size" in options:
-        for count in space.slice_counts:
-            yield dataclasses.replace(plan, slice_count=count)
+        for form, count in itertools.product(_sliced_forms(space, plan), space.slice_counts):
+            ends = 1 if form.get("taper") == "ends" else 0  # two halves: one slice more
+            yield dataclasses.replace(plan, slice_count=count + ends, **form)
     else:
         yield plan
+
+
+def _rings(space: Space, plan: GemmPlan) -> Iterator[GemmPlan]:
+    """Wang's forms: which collective is ringed, what goes round, merged steps, two levels."""
+    for ring in ("row", "col"):
+        length = space.view(plan).size(ring)
+        along = dataclasses.replace(plan, ring=ring)
+        yield along
+        for merged in (2, 4):
+            if length > merged:
+                yield dataclasses.replace(along, slice_count=length // merged)
+        for form in ("halves", "whole", "one_way"):
+            yield dataclasses.replace(along, ring_form=form)
+        scattered = _scattered(plan)
+        if scattered == ring and length > LONGEST_ALL_TO_ALL:
+            yield dataclasses.replace(along, ring_form="whole", scatter_group=_group(length))
+
+
+def _sliced_forms(space: Space, plan: GemmPlan) -> list[dict[str, object]]:
+    """MeshSlice's forms: how a moving output is reduced, and tapers."""
+    scattered = _scattered(plan)
+    if scattered is None:
+        return [{}, {"taper": "ends"}]
+    ring = {"reduce_scatter": "ring", "gather_order": "ordered"}
+    found = [{}, ring, ring | {"taper": "head"}]
+    length = space.view(plan).size(scattered)
+    if length > LONGEST_ALL_TO_ALL:
+        levels = ring | {"scatter_group": _group(length)}
+        return [*found, levels, levels | {"taper": "ends"}]
+    exchange = {"reduce_scatter": "all_to_all"}
+    return [*found, exchange, exchange | {"taper": "ends"}]
+
+
+def _scattered(plan: GemmPlan) -> str | None:
+    """The axis along which the output is reduce-scattered, if it is."""
+    return next((m.axis for m in plan.contraction.movers if not m.is_input), None)
+
+
+def _group(length: int) -> int:
+    """Chips of the second level of a long axis: what leaves a ring of four."""
+    return length // 4

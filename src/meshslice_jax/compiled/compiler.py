@@ -11,11 +11,18 @@ import subprocess
 import sys
 import tempfile
 import threading
+from pathlib import Path
 
 import msgspec
 
 from meshslice_jax.compiled.jobs import Answer, Job
 from meshslice_jax.compiled.topology import Topology, environment, require_libtpu
+
+
+def default_cache() -> Path:
+    """The user's folder for compiled schedules: $XDG_CACHE_HOME or ~/.cache."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "meshslice_jax" / "compiled"
 
 
 class Compiler:
@@ -24,17 +31,18 @@ class Compiler:
     Args:
       topology: what to compile for.
       limit_s: seconds that one job may take.
+      cache: a folder in which answers are kept from run to run, or None.
 
     Raises:
       RuntimeError: libtpu is not installed.
       ValueError: a limit that is not above 0.
     """
 
-    def __init__(self, topology: Topology, limit_s: float = 300.0):
+    def __init__(self, topology: Topology, limit_s: float = 300.0, cache: Path | None = None):
         require_libtpu()
         if not limit_s > 0:
             raise ValueError(f"the time limit of a compilation must be above 0 s, got {limit_s}")
-        self.topology, self.limit_s = topology, limit_s
+        self.topology, self.limit_s, self.cache = topology, limit_s, cache
         self._child, self._log = None, None
         self._known: dict[bytes, Answer] = {}
 
@@ -88,7 +96,10 @@ class Compiler:
     def _start(self) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 it lives as long as the child
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "meshslice_jax.compiled.child"],
+            [
+                *(sys.executable, "-m", "meshslice_jax.compiled.child"),
+                *([] if self.cache is None else [str(self.cache)]),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -158,7 +158,7 @@ class Findings:
         """Rule for choosing -> one row of each product, where there is one for all.
 
         "meshslice" takes MeshSlice's fastest, "natural" those with weights stored
-        naturally, "fixed" one setting of MeshSlice for all products, "tuned" the fastest
+        naturally, "fixed" one setting of MeshSlice for each dataflow, "tuned" the fastest
         of any algorithm; the others are the algorithms themselves.
         """
         ours = [row for row in self.rows if row.candidate.algorithm == "meshslice"]
@@ -176,13 +176,17 @@ class Findings:
         return {rule: rows for rule, rows in found.items() if {r.product for r in rows} == products}
 
     def _fixed(self, rows: list[Compiled]) -> list[Compiled]:
-        """The rows of the one setting that is fastest over all products that it covers all of."""
-        products = {row.product for row in rows}
-        settings = {}
-        for row in rows:
-            settings.setdefault(row.candidate.setting, []).append(row)
-        whole = [s for s in settings.values() if {row.product for row in s} == products]
-        return min(whole, key=lambda s: sum(row.projected_s for row in s), default=[])
+        """For each dataflow the rows of the one setting that is fastest over all its products."""
+        chosen = []
+        for dataflow in dict.fromkeys(row.candidate.plan.dataflow for row in rows):
+            ours = [row for row in rows if row.candidate.plan.dataflow is dataflow]
+            products = {row.product for row in ours}
+            settings = {}
+            for row in ours:
+                settings.setdefault(row.candidate.setting, []).append(row)
+            whole = [s for s in settings.values() if {row.product for row in s} == products]
+            chosen += min(whole, key=lambda s: sum(row.projected_s for row in s), default=[])
+        return chosen
 
 
 def _fastest(rows: Sequence[Compiled]) -> list[Compiled]:
