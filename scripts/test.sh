@@ -3,7 +3,7 @@
 # go to pytest. WORKERS sets the number of processes (default 2).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-. scripts/environment.sh dev
+. scripts/environment.sh "${EXTRAS:-dev}"
 
 selection=(-m "slow or not slow")
 if [ "${1:-}" = "--quick" ]; then
