@@ -22,6 +22,9 @@ from meshslice_jax.gemm import placements as placements
 from meshslice_jax.hardware import HARDWARE as HARDWARE
 from meshslice_jax.hardware import HardwareSpec as HardwareSpec
 from meshslice_jax.hardware import hardware_spec as hardware_spec
+from meshslice_jax.layout import StoredRhs as StoredRhs
+from meshslice_jax.layout import from_layout as from_layout
+from meshslice_jax.layout import to_layout as to_layout
 from meshslice_jax.mesh import MeshShape as MeshShape
 from meshslice_jax.mesh import emulate_devices as emulate_devices
 from meshslice_jax.mesh import factorisations as factorisations

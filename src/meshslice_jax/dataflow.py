@@ -88,6 +88,15 @@ class Gradient:
     operands: tuple[str, str]
     labels: tuple[tuple[str, str], ...]
 
+    def role(self, name: str) -> str:
+        """The role here of a matrix of the product that was differentiated.
+
+        Args:
+          name: its role there; "out" stands for the cotangent.
+        """
+        names = ("ct" if name == "out" else name), *self.operands
+        return {names[1]: "lhs", names[2]: "rhs"}.get(names[0], "out")
+
     def problem(self, forward: GemmProblem) -> GemmProblem:
         """The extents and dtypes of this product, given those of the forward one."""
         old = dict(self.labels)

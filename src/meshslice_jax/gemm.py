@@ -20,9 +20,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from meshslice_jax import algorithms, compat
+from meshslice_jax import algorithms, compat, layout
 from meshslice_jax.algorithms.base import Job, wire_dtype
 from meshslice_jax.dataflow import Contraction
+from meshslice_jax.layout import StoredRhs
 from meshslice_jax.plan import GemmPlan, LayerPlan, as_layer_plan
 from meshslice_jax.problem import ROLES, GemmProblem, accumulation_dtype, promoted_dtype
 from meshslice_jax.site import Site, axes_in, find_site, spec_entry
@@ -58,7 +59,7 @@ def matmul(
 
     Args:
       lhs: [m, k], placed in any way or not at all.
-      rhs: [k, n], likewise.
+      rhs: [k, n], likewise; or what `to_layout` made of it.
       plan: how it runs. A GemmPlan derives the plans of its gradients.
       mesh: the mesh; None reads the mesh in context (`jax.set_mesh`, `with mesh:`).
       precision: as for `lax.dot_general`, for every local product.
@@ -75,7 +76,8 @@ def matmul(
       TypeError: operands that are not matrices of numbers, or not a plan.
     """
     plan = as_layer_plan(plan)
-    lhs, rhs = _as_matrix(lhs, "lhs"), _as_matrix(rhs, "rhs")
+    lhs = _as_matrix(lhs, "lhs")
+    rhs = rhs if isinstance(rhs, StoredRhs) else _as_matrix(rhs, "rhs")
     if lhs.shape[1] != rhs.shape[0]:
         raise ValueError(
             f"lhs[m={lhs.shape[0]}, k={lhs.shape[1]}] and rhs[k={rhs.shape[0]}, "
@@ -89,8 +91,10 @@ def matmul(
         rhs_dtype=rhs.dtype.name,
         out_dtype=_out_dtype(lhs, rhs, preferred_element_type),
     )
-    site = find_site(mesh, plan.forward, (lhs, rhs))
+    site = find_site(mesh, plan.forward, (lhs, *jax.tree.leaves(rhs)))
     check_at(site, plan, problem)
+    empty = 0 in lhs.shape + rhs.shape
+    rhs, kept = _as_stored(rhs, plan.forward, site, empty)
     call = _Call(
         contraction=plan.forward.contraction,
         batched="m",
@@ -98,13 +102,36 @@ def matmul(
         site=site,
         out_dtype=problem.out_dtype,
         precision=_hashable(precision),
+        kept=kept,
     )
-    lhs, rhs = site.place(lhs, call.spec("lhs")), site.place(rhs, call.spec("rhs"))
-    if 0 in lhs.shape + rhs.shape:  # nothing to move: an empty result, or a sum of no terms
+    lhs, rhs = call.place(lhs, "lhs"), call.place(rhs, "rhs")
+    if empty:  # nothing to move: an empty result, or a sum of no terms
         return site.place(jnp.zeros((problem.m, problem.n), problem.out_dtype), call.spec("out"))
     out = _product(call, lhs, rhs)
     # A reshard to its own type accepts a cotangent of any type; custom_vjp does not.
     return site.reshard(out, jax.typeof(out).sharding.spec) if site.explicit else out
+
+
+def _as_stored(rhs, plan: GemmPlan, site: Site, empty: bool):
+    """The weight as its layout has it, and "rhs" if that is a tuple of arrays."""
+    if plan.rhs_layout == "natural" or empty:
+        if isinstance(rhs, StoredRhs):
+            raise ValueError(
+                f"rhs is stored {rhs.cut.layout!r}, but the plan has rhs_layout='natural'; pass "
+                "ms.from_layout(rhs), or the plan that it was stored for"
+            )
+        return rhs, None
+    if site.explicit:
+        raise NotImplementedError(
+            f"rhs_layout={plan.rhs_layout!r} on a mesh with Explicit axes; use a mesh with Auto "
+            "axes (ms.make_mesh), or rhs_layout='natural'"
+        )
+    cut = layout.cut_of(plan, rhs.shape, site.shape(plan))
+    if not isinstance(rhs, StoredRhs):
+        return cut.parts(rhs), "rhs"
+    if rhs.cut != cut:
+        raise ValueError(f"rhs is stored as {rhs.cut}, but the plan on this mesh needs {cut}")
+    return rhs.parts, "rhs"
 
 
 def check_at(site: Site, plan: LayerPlan, problem: GemmProblem) -> None:
@@ -162,7 +189,8 @@ class _Call:
     """The static part of a product: hashable, equal for equal settings.
 
     `batched` is the index that is sharded over the plan's batch axes: m, under the name
-    that it has in this product.
+    that it has in this product. `kept` is the role of the layer's weight in this product,
+    where it is stored as the plan's `rhs_layout` says: as a tuple of arrays.
     """
 
     contraction: Contraction
@@ -171,9 +199,16 @@ class _Call:
     site: Site
     out_dtype: str
     precision: object
+    kept: str | None = None
 
     def spec(self, role: str) -> PartitionSpec:
-        return _spec(self.contraction, self.plan.forward, self.batched, role)
+        """The placement of a matrix; of all arrays of the one that is kept."""
+        stored = self.contraction.streamed_first() if role == self.kept else self.contraction
+        return _spec(stored, self.plan.forward, self.batched, role)
+
+    def place(self, x, role: str):
+        """Puts a matrix where the plan wants it."""
+        return jax.tree.map(lambda part: self.site.place(part, self.spec(role)), x)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -218,7 +253,7 @@ def _kernel(call: _Call, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     inner = call.contraction.streamed_first() if turned else call.contraction
     names = algorithms.axis_names(plan)
     dtypes = GemmProblem(
-        m=0, n=0, k=0, lhs_dtype=lhs.dtype.name, rhs_dtype=rhs.dtype.name, out_dtype=call.out_dtype
+        m=0, n=0, k=0, lhs_dtype=_dtype(lhs), rhs_dtype=_dtype(rhs), out_dtype=call.out_dtype
     )
     # A 16-bit reduction in a partially manual shard_map aborts XLA:CPU.
     wide = site.partial and site.platform == "cpu"
@@ -235,16 +270,20 @@ def _kernel(call: _Call, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         precision=call.precision,
         # XLA:CPU (jaxlib 0.12) refuses some bfloat16 x bfloat16 = float32 products.
         widened=site.platform == "cpu",
+        kept=call.kept,
         rolled=plan.loop == "rolled" or (plan.loop == "auto" and site.platform != "tpu"),
     )
+
+    def turn(x, role: str):
+        same = inner.indices(role) == call.contraction.indices(role)
+        return x if same or role == call.kept else x.T
+
     with jax.named_scope(f"{plan.algorithm}/{plan.dataflow.value}"):
-        lhs = lhs if inner.lhs == call.contraction.lhs else lhs.T
-        rhs = rhs if inner.rhs == call.contraction.rhs else rhs.T
-        out = algorithm.kernel(lhs, rhs, job)
+        out = algorithm.kernel(turn(lhs, "lhs"), turn(rhs, "rhs"), job)
         if summed:
             with jax.named_scope("batch"):
-                out = lax.psum(out, summed).astype(call.out_dtype)
-        return out if inner.out == call.contraction.out else out.T
+                out = jax.tree.map(lambda x: lax.psum(x, summed).astype(call.out_dtype), out)
+        return turn(out, "out")
 
 
 def _out_spec(call: _Call, lhs: jax.Array, rhs: jax.Array) -> PartitionSpec:
@@ -288,18 +327,28 @@ def _gradient(call: _Call, operands: dict[str, jax.Array], wrt: str) -> jax.Arra
         contraction=gradient.contraction,
         batched=next(new for new, old in gradient.labels if old == call.batched),
         plan=as_layer_plan(call.plan.gradient(wrt)),
-        out_dtype=operands[wrt].dtype.name,
+        out_dtype=_dtype(operands[wrt]),
+        kept=call.kept and gradient.role(call.kept),
     )
     found = _product(part, operands[first], operands[second])
     if call.site.explicit:
         found = call.site.reshard(found, jax.typeof(operands[wrt]).sharding.spec)
-    # Inside a caller's shard_map the cotangent of an operand that is the same along
-    # an outer axis is the sum over that axis.
-    extra = compat.varying_axes(found) - compat.varying_axes(operands[wrt])
+    return jax.tree.map(_summed_like, found, operands[wrt])
+
+
+def _summed_like(found: jax.Array, operand: jax.Array) -> jax.Array:
+    """A cotangent, summed over the axes of a caller's shard_map along which the operand is the
+    same."""
+    extra = compat.varying_axes(found) - compat.varying_axes(operand)
     if not extra:
         return found
     wide = found.astype(accumulation_dtype(found.dtype))
     return lax.psum(wide, tuple(sorted(extra))).astype(found.dtype)
+
+
+def _dtype(x) -> str:
+    """The dtype of a matrix, which may be a tuple of arrays."""
+    return jax.tree.leaves(x)[0].dtype.name
 
 
 _product.defvjp(_forward, _backward)
@@ -315,6 +364,7 @@ def contract(
     out_dtype: str,
     precision=None,
     batched: str = "m",
+    kept: str | None = None,
 ) -> jax.Array:
     """One product by itself, its matrices in the storage order of `contraction`.
 
@@ -330,6 +380,7 @@ def contract(
       out_dtype: dtype of the result.
       precision: as for `lax.dot_general`.
       batched: the index that is sharded over plan.batch_axes too.
+      kept: the role of the layer's weight, if it comes as the parts of plan.rhs_layout.
 
     Returns:
       out, stored as `contraction.out` says.
@@ -337,15 +388,16 @@ def contract(
     Raises:
       ValueError: the product cannot run as planned.
     """
-    extents = {
-        label: x.shape[contraction.dim(role, label)]
-        for role, x in (("lhs", lhs), ("rhs", rhs))
-        for label in contraction.indices(role)
-    }
+    extents = {}
+    for role, x in (("lhs", lhs), ("rhs", rhs)):
+        stored, parts = contraction.streamed_first() if role == kept else contraction, x
+        for label in contraction.indices(role):
+            sizes = [part.shape[stored.dim(role, label)] for part in jax.tree.leaves(parts)]
+            extents[label] = sum(sizes) if label == contraction.streamed else sizes[0]
     problem = GemmProblem(
-        **extents, lhs_dtype=lhs.dtype.name, rhs_dtype=rhs.dtype.name, out_dtype=out_dtype
+        **extents, lhs_dtype=_dtype(lhs), rhs_dtype=_dtype(rhs), out_dtype=out_dtype
     )
-    site = find_site(mesh, plan, (lhs, rhs))
+    site = find_site(mesh, plan, (*jax.tree.leaves(lhs), *jax.tree.leaves(rhs)))
     algorithms.schedule(problem, plan, site.shape(plan))  # raises where it cannot run
     call = _Call(
         contraction=contraction,
@@ -354,5 +406,6 @@ def contract(
         site=site,
         out_dtype=out_dtype,
         precision=_hashable(precision),
+        kept=kept,
     )
-    return _product(call, site.place(lhs, call.spec("lhs")), site.place(rhs, call.spec("rhs")))
+    return _product(call, call.place(lhs, "lhs"), call.place(rhs, "rhs"))

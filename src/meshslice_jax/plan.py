@@ -17,6 +17,7 @@ _CHOICES = {
     "reduce_dtype": ("float32", "output"),
     "reduce_scatter": ("native", "ring", "all_to_all"),
     "gather_order": ("free", "ordered", "tied", "serial"),
+    "rhs_layout": ("natural", "permuted", "sliced"),
     "taper": ("none", "head", "ends"),
     "loop": ("auto", "unrolled", "rolled"),
     "ring": ("row", "col"),
@@ -39,6 +40,8 @@ class GemmPlan:
       taper: "head" makes the first slice half as large as the others, "ends" the last one
         too: what nothing hides, the first gather and the last scatter, is halved
         (MeshSlice; unrolled).
+      rhs_layout: how the layer's weight is stored: "natural", or with slices in one piece,
+        "permuted" or "sliced"; see `layout` (MeshSlice; for all three products of a layer).
       row_axis: mesh axis along which mesh-row coordinates vary.
       col_axis: mesh axis along which mesh-column coordinates vary. Exchanging
         the two names gives the twin dataflow.
@@ -75,6 +78,7 @@ class GemmPlan:
     slice_count: int = 1
     block_size: int | None = None
     taper: str = "none"
+    rhs_layout: str = "natural"
     row_axis: str = "row"
     col_axis: str = "col"
     batch_axes: tuple[str, ...] = ()
@@ -149,6 +153,12 @@ def _positive(field: str, value) -> None:
         raise ValueError(f"GemmPlan: {field} must be at least 1, got {value}")
 
 
+#: What the three products of a layer must agree on, ...
+_SHARED = ("dataflow", "row_axis", "col_axis", "batch_axes", "split", "rhs_layout")
+#: ... and what else they must, where the weight is stored in slices.
+_STORED = ("algorithm", "slice_count", "block_size", "taper")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerPlan:
     """The three products of a layer's training step.
@@ -178,12 +188,13 @@ class LayerPlan:
             if given is None:
                 object.__setattr__(self, f"grad_{wrt}", derived)
                 continue
-            for field in ("dataflow", "row_axis", "col_axis", "batch_axes", "split"):
+            for field in _SHARED if self.forward.rhs_layout == "natural" else _SHARED + _STORED:
                 if getattr(given, field) != getattr(derived, field):
                     raise ValueError(
                         f"LayerPlan: grad_{wrt}.{field} is {getattr(given, field)!s}, but the "
                         f"gradient of a forward product with dataflow "
-                        f"{self.forward.dataflow.value!r} needs {getattr(derived, field)!s}"
+                        f"{self.forward.dataflow.value!r} and rhs_layout "
+                        f"{self.forward.rhs_layout!r} needs {getattr(derived, field)!s}"
                     )
 
     def gradient(self, wrt: str) -> GemmPlan:

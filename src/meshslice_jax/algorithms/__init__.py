@@ -105,6 +105,17 @@ def check_problem(plan: LayerPlan, problem: GemmProblem, shape: MeshShape) -> No
             f"{algorithm.name} ({algorithm.summary}) has no forward product with dataflow "
             f"{forward.dataflow.value!r}; it has {legal}"
         )
+    if forward.rhs_layout != "natural" and "rhs_layout" not in algorithm.options:
+        raise ValueError(
+            f"{algorithm.name} knows no rhs_layout {forward.rhs_layout!r}: it is for "
+            f"{', '.join(n for n, a in ALGORITHMS.items() if 'rhs_layout' in a.options)}; use "
+            "'natural'"
+        )
+    if forward.rhs_layout != "natural" and forward.contraction.stationary == "rhs":
+        raise ValueError(
+            f"rhs_layout {forward.rhs_layout!r} is for a rhs that moves; with dataflow "
+            f"{forward.dataflow.value!r} it stays put: use 'natural'"
+        )
     for name, part in layer_problems(problem, forward).items():
         part_plan = getattr(plan, name)
         if axis_names(part_plan) != axis_names(forward):

@@ -38,6 +38,7 @@ class Job:
       precision: `lax.dot_general`'s precision for local products.
       widened: whether 16-bit operands are widened for the local product.
       rolled: whether slices run in a loop rather than unrolled.
+      kept: the role that comes and goes in the plan's `rhs_layout`, as a tuple of arrays.
     """
 
     contraction: Contraction
@@ -50,6 +51,7 @@ class Job:
     precision: object = None
     widened: bool = False
     rolled: bool = False
+    kept: str | None = None
 
     def axis(self, name: str) -> Axis:
         """The mesh direction "row" or "col"."""

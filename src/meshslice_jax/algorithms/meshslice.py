@@ -51,6 +51,8 @@ def kernel(lhs: jax.Array, rhs: jax.Array, job: Job) -> jax.Array:
     def piece_of(mover: Mover, index) -> jax.Array:
         start, width = (starts[index], widths[index]) if isinstance(index, int) else (index, 1)
         shard = operands[mover.role]
+        if mover.role == job.kept:
+            return _kept_piece(shard, job.plan.rhs_layout, total_units, index, start, width)
         return collectives.take_slice(shard, mover.dim, total_units, block, start, width)
 
     def gathered(index, before=None) -> dict[str, jax.Array]:
@@ -75,7 +77,7 @@ def kernel(lhs: jax.Array, rhs: jax.Array, job: Job) -> jax.Array:
     if job.plan.gather_order in in_line.ORDERS:
         slices = [{mover.role: piece_of(mover, i) for mover in job.inputs()} for i in range(count)]
         results = in_line.products(slices, operands, job)
-    elif job.rolled and count > 2 and job.plan.taper == "none":
+    elif job.rolled and count > 2 and can_roll(job.plan):
         return _rolled(gathered, multiply, job, block)
     else:
         results, ahead = [], gathered(0)
@@ -83,6 +85,9 @@ def kernel(lhs: jax.Array, rhs: jax.Array, job: Job) -> jax.Array:
             current = ahead
             ahead = gathered(index + 1, current) if index + 1 < count else None
             results.append(multiply(current, index))
+    if out is not None and job.kept == "out":
+        sliced = job.plan.rhs_layout == "sliced"
+        return tuple(results) if sliced else (lax.concatenate(results, out.dim),)
     if out is not None:
         return collectives.put_slices(results, out.dim, block, widths)
     total = results[0]
@@ -101,6 +106,22 @@ def units(plan: GemmPlan) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(starts), tuple(widths)
 
 
+def can_roll(plan: GemmPlan) -> bool:
+    """Whether slices are alike: equally wide, and not in buffers of their own."""
+    return plan.taper == "none" and plan.rhs_layout != "sliced"
+
+
+def _kept_piece(parts: tuple[jax.Array, ...], layout: str, units: int, index, start, width: int):
+    """A slice of a weight that is stored in slices (see `layout`)."""
+    if layout == "sliced":
+        return parts[index]
+    (whole,) = parts
+    unit = whole.shape[0] // units
+    if isinstance(start, int):
+        return lax.slice_in_dim(whole, start * unit, (start + width) * unit)
+    return lax.dynamic_slice_in_dim(whole, start * unit, width * unit, 0)
+
+
 def _label(index) -> str:
     return f"slice{index}" if isinstance(index, int) else "loop"
 
@@ -108,7 +129,9 @@ def _label(index) -> str:
 def _rolled(gathered, multiply, job: Job, block: int) -> jax.Array:
     """The same with one loop body; the first and the last slice stand outside it."""
     count, out = job.plan.slice_count, job.output()
-    first = multiply(gathered(0), 0)
+    first, kept = multiply(gathered(0), 0), job.kept == "out"
+    if kept:
+        block = first.shape[out.dim]  # a slice lies in one piece
 
     def place(total, partial, index):
         if out is None:
@@ -130,7 +153,8 @@ def _rolled(gathered, multiply, job: Job, block: int) -> jax.Array:
     if out is None:
         return total.astype(job.out_dtype)
     whole = first.shape[: out.dim] + (first.shape[out.dim] * count,) + first.shape[out.dim + 1 :]
-    return total.reshape(whole)
+    total = total.reshape(whole)
+    return (total,) if kept else total
 
 
 def _every_slot(first: jax.Array, dim: int, block: int, count: int) -> jax.Array:
@@ -143,7 +167,9 @@ def _every_slot(first: jax.Array, dim: int, block: int, count: int) -> jax.Array
 def largest_block(operands: dict[str, jax.Array], job: Job) -> int:
     """The largest legal block size, from the local streamed extents of both movers."""
     mover = job.inputs()[0]
-    streamed = operands[mover.role].shape[mover.dim] * job.axis(mover.axis).size
+    shards = jax.tree.leaves(operands[mover.role])
+    local = sum(shard.shape[mover.dim] for shard in shards)
+    streamed = local * job.axis(mover.axis).size
     extent = math.gcd(streamed // job.row.size, streamed // job.col.size)
     return extent // sum(units(job.plan)[1])
 
@@ -156,8 +182,11 @@ def faults(problem: GemmProblem, plan: GemmPlan, shape: MeshShape) -> list[str]:
         return []  # no local extents to cut; the divisibility fault says so
     rings = "" if plan.reduce_scatter == "ring" else "reduce_scatter='ring'"
     found = scatter.faults(problem, plan, shape, rings=rings) + in_line.faults(plan)
-    if plan.taper != "none" and plan.loop == "rolled":
-        found.append(f"taper={plan.taper!r} makes unequal slices, which loop='rolled' cannot run")
+    if plan.loop == "rolled" and not can_roll(plan):
+        found.append(
+            f"loop='rolled' runs slices that are alike: taper={plan.taper!r}, "
+            f"rhs_layout={plan.rhs_layout!r} do not"
+        )
     pieces = sum(units(plan)[1])
     if extent % (pieces * block) == 0:
         return found
@@ -208,5 +237,13 @@ MESHSLICE = Algorithm(
     kernel=kernel,
     faults=faults,
     schedule=schedule,
-    options=("block_size", "loop", "taper", "reduce_scatter", "scatter_group", "gather_order"),
+    options=(
+        "block_size",
+        "loop",
+        "taper",
+        "rhs_layout",
+        "reduce_scatter",
+        "scatter_group",
+        "gather_order",
+    ),
 )

@@ -1,0 +1,162 @@
+"""How a weight is stored: as it is, or so that every slice that moves is a buffer of its own.
+
+MeshSlice takes strided slices out of the shard of a moving matrix, and a collective wants its
+operand in one piece: each slice is copied first, and turned, if the streamed index is the
+minor one. Activations come as they come. A weight can be kept as its slices are needed, in all
+three products of a step, which stream the same index of it:
+
+    natural    rhs[k, n]; slices are copied
+    permuted   one array with the streamed index first; on each chip the slices lie one after
+               the other
+    sliced     one array a slice, with the streamed index first
+
+    stored = ms.to_layout(weight, plan, mesh=mesh)     # a pytree, as jax.grad and optax like it
+    out = ms.matmul(lhs, stored, plan, mesh=mesh)      # its gradient has the same form
+    weight = ms.from_layout(stored)
+
+Everything else stays natural: `placements`, a weight that is given to `matmul` as a plain array
+(it is converted on the way, at the cost of the copies), its gradient, checkpoints.
+"""
+
+import dataclasses
+import math
+
+import jax
+from jax import lax
+
+from meshslice_jax.algorithms.meshslice import units
+from meshslice_jax.mesh import MeshShape
+from meshslice_jax.plan import GemmPlan, LayerPlan, as_layer_plan
+from meshslice_jax.site import find_site
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cut:
+    """What a stored weight depends on.
+
+    Attributes:
+      layout: "permuted" or "sliced".
+      shape: (k, n) of the weight.
+      turned: whether the streamed index is n, so that it is stored transposed.
+      chips: chips along the mesh axis over which the streamed index is sharded.
+      blocks: strided blocks that a slice has on one chip.
+      widths: of the slices, in units; see `algorithms.meshslice`.
+    """
+
+    layout: str
+    shape: tuple[int, int]
+    turned: bool
+    chips: int
+    blocks: int
+    widths: tuple[int, ...]
+
+    def parts(self, rhs: jax.Array) -> tuple[jax.Array, ...]:
+        """The stored arrays of a weight [k, n], or of anything that is stored like it."""
+        whole = rhs.T if self.turned else rhs
+        extent, other = whole.shape
+        pieces = sum(self.widths)
+        unit = extent // (self.chips * self.blocks * pieces)
+        split = whole.reshape(self.chips, self.blocks, pieces, unit, other)
+        slices = lax.split(split, self.widths, 2)
+        rows = [x.reshape(self.chips, x.size // (self.chips * other), other) for x in slices]
+        if self.layout == "permuted":
+            rows = [lax.concatenate(rows, 1)]
+        return tuple(x.reshape(x.shape[0] * x.shape[1], other) for x in rows)
+
+    def whole(self, parts: tuple[jax.Array, ...]) -> jax.Array:
+        """The inverse of `parts`."""
+        other, pieces = parts[0].shape[1], sum(self.widths)
+        rows = [x.reshape(self.chips, x.shape[0] // self.chips, other) for x in parts]
+        unit = self.shape[self.turned] // (self.chips * self.blocks * pieces)
+        if self.layout == "permuted":
+            rows = lax.split(rows[0], [self.blocks * width * unit for width in self.widths], 1)
+        split = [
+            x.reshape(self.chips, self.blocks, width, unit, other)
+            for x, width in zip(rows, self.widths, strict=True)
+        ]
+        whole = lax.concatenate(split, 2).reshape(self.shape[self.turned], other)
+        return whole.T if self.turned else whole
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredRhs:
+    """A weight in the layout of a plan, on a mesh shape: what `to_layout` makes.
+
+    Attributes:
+      parts: its arrays; one if "permuted", one a slice if "sliced".
+      cut: how they were made.
+    """
+
+    parts: tuple[jax.Array, ...]
+    cut: Cut = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(k, n), as if it were stored naturally."""
+        return self.cut.shape
+
+    @property
+    def ndim(self) -> int:
+        """2."""
+        return 2
+
+    @property
+    def dtype(self):
+        """The dtype of its elements."""
+        return self.parts[0].dtype
+
+
+def cut_of(plan: GemmPlan, shape: tuple[int, int], mesh_shape: MeshShape) -> Cut:
+    """How a weight is cut under a forward plan that fits it."""
+    contraction = plan.contraction
+    (mover,) = (mover for mover in contraction.movers if mover.role == "rhs")
+    extent, (_, widths) = shape[mover.dim], units(plan)
+    chips = mesh_shape.size(mover.axis)
+    local = math.gcd(extent // mesh_shape.rows, extent // mesh_shape.cols)
+    block = plan.block_size or local // sum(widths)
+    return Cut(
+        layout=plan.rhs_layout,
+        shape=tuple(shape),
+        turned=mover.dim == 1,
+        chips=chips,
+        blocks=extent // (chips * sum(widths) * block),
+        widths=widths,
+    )
+
+
+def to_layout(rhs: jax.Array, plan: GemmPlan | LayerPlan, *, mesh=None) -> "jax.Array | StoredRhs":
+    """A weight as `plan.rhs_layout` wants it stored; as it is where that is "natural".
+
+    Args:
+      rhs: [k, n], global, placed in any way; or anything stored like it (a moment of an
+        optimiser).
+      plan: the plan of the layer; its forward product decides.
+      mesh: the mesh; None reads the mesh in context.
+
+    Returns:
+      A pytree whose arrays are sharded like the weight: `matmul` takes it in its place.
+
+    Raises:
+      ValueError: no mesh, or a weight that the plan's slices do not cut.
+    """
+    plan = as_layer_plan(plan).forward
+    if plan.rhs_layout == "natural":
+        return rhs
+    site = find_site(mesh, plan, (rhs,))
+    shape = site.shape(plan)
+    (mover,) = (mover for mover in plan.contraction.movers if mover.role == "rhs")
+    pieces = sum(units(plan)[1]) * (plan.block_size or 1)
+    for size, name in zip(shape, (plan.row_axis, plan.col_axis), strict=True):
+        if rhs.shape[mover.dim] % (size * pieces):
+            raise ValueError(
+                f"rhs dimension {'kn'[mover.dim]} = {rhs.shape[mover.dim]} is not cut evenly into "
+                f"{pieces} parts on each of the {size} chips of mesh axis {name!r}; see ms.check"
+            )
+    cut = cut_of(plan, rhs.shape, shape)
+    return StoredRhs(parts=cut.parts(rhs), cut=cut)
+
+
+def from_layout(stored: "jax.Array | StoredRhs") -> jax.Array:
+    """The weight [k, n] of what `to_layout` made; any other array as it is."""
+    return stored.cut.whole(stored.parts) if isinstance(stored, StoredRhs) else stored

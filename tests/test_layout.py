@@ -1,0 +1,132 @@
+"""Weights stored in slices: exact forward and backward, and exactly invertible."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import meshslice_jax as ms
+from reference import derivatives, small_integers
+
+M, N, K = 24, 48, 96
+LHS, RHS = small_integers(1, M, K, density=0.2), small_integers(2, K, N, density=0.2)
+EXPECTED, BOUND = derivatives(LHS, RHS)
+assert BOUND < 2**24
+
+LAYOUTS = ("permuted", "sliced")
+#: Mesh shapes on which slices of the weight, of the other mover, or of neither are strided.
+MESHES = ((2, 4), (4, 2), (2, 2), (1, 4))
+FORMS = (
+    {"slice_count": 3, "reduce_scatter": "ring", "gather_order": "ordered"},
+    {"slice_count": 4, "taper": "ends", "reduce_scatter": "all_to_all"},
+    {"slice_count": 3, "loop": "rolled"},
+    {"slice_count": 2, "block_size": 1, "gather_order": "tied"},
+    {"slice_count": 1},
+)
+
+
+def plan_of(layout, dataflow="os", **fields):
+    return ms.GemmPlan(dataflow=dataflow, rhs_layout=layout, **fields)
+
+
+def cases():
+    """Every form with both layouts, meshes and dataflows in turn."""
+    meshes, dataflows = itertools.cycle(MESHES), itertools.cycle(("os", "ls", "ls", "os", "os"))
+    found = []
+    for layout, form in itertools.product(LAYOUTS, FORMS):
+        mesh, dataflow = next(meshes), next(dataflows)
+        if not (layout == "sliced" and form.get("loop")):
+            name = "-".join(f"{key}={value}" for key, value in form.items())
+            plan = plan_of(layout, dataflow, **form)
+            found.append(pytest.param(plan, mesh, id=f"{dataflow}-{layout}-{mesh}-{name}"))
+    return found
+
+
+def everything(plan, mesh):
+    def loss(lhs, rhs):
+        out = ms.matmul(lhs, rhs, plan, mesh=mesh)
+        return (out**2).sum(), out
+
+    def second(lhs, rhs):
+        (_, out), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(lhs, rhs)
+        squares = [(x**2).sum() for x in jax.tree.leaves(grads)]
+        return sum(squares[1:], squares[0]), (out, *grads)
+
+    def function(lhs, rhs):
+        (_, first), found = jax.value_and_grad(second, (0, 1), has_aux=True)(lhs, rhs)
+        return (*first, *found)
+
+    return jax.jit(function)
+
+
+def compare(found):
+    for got, want in zip(found, EXPECTED, strict=True):
+        assert (np.asarray(ms.from_layout(got)) == want).all()
+
+
+@pytest.mark.parametrize("plan, shape", cases())
+def test_stored_weights_give_the_same_bits_forward_and_backward(plan, shape):
+    mesh = ms.make_mesh(shape)
+    stored = ms.to_layout(jnp.asarray(RHS), plan, mesh=mesh)
+    assert stored.shape == (K, N) and stored.dtype == jnp.float32
+    assert (np.asarray(ms.from_layout(stored)) == RHS).all()
+    found = everything(plan, mesh)(LHS, stored)
+    assert [isinstance(x, ms.StoredRhs) for x in found] == [False, False, True, False, True]
+    compare(found)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_plain_weight_is_converted_on_the_way(layout):
+    plan = plan_of(layout, "ls", slice_count=3, loop="unrolled")
+    compare(everything(plan, ms.make_mesh((4, 2)))(LHS, jnp.asarray(RHS)))
+
+
+def test_the_parts_are_what_the_slices_need_and_move_nothing():
+    mesh, plan = ms.make_mesh((2, 4)), plan_of("sliced", slice_count=3)
+    natural = jax.device_put(RHS, jax.NamedSharding(mesh, ms.placements(plan)[1]))
+    stored = jax.jit(lambda rhs: ms.to_layout(rhs, plan, mesh=mesh))(natural)
+    assert [part.shape for part in stored.parts] == [(K // 3, N)] * 3
+
+    def text(plan, rhs):
+        return jax.jit(lambda a, b: ms.matmul(a, b, plan, mesh=mesh)).lower(LHS, rhs).as_text()
+
+    # k is sliced: naturally both operands, in parts only lhs.
+    plain = plan_of("natural", slice_count=3, loop="unrolled")
+    assert text(plain, RHS).count("stablehlo.slice") == 6
+    assert text(plan, stored).count("stablehlo.slice") == 3
+
+
+def test_stored_weights_train_with_data_parallel_replicas():
+    mesh = ms.make_mesh((2, 2, 2), ("data", "row", "col"))
+    plan = plan_of("sliced", slice_count=2, batch_axes=("data",))
+    compare(everything(plan, mesh)(LHS, ms.to_layout(jnp.asarray(RHS), plan, mesh=mesh)))
+
+
+def test_natural_is_left_alone():
+    plan = plan_of("natural")
+    assert ms.to_layout(RHS, plan, mesh=ms.make_mesh((2, 2))) is RHS
+    assert ms.from_layout(RHS) is RHS
+
+
+def test_errors_say_what_to_do():
+    mesh, plan = ms.make_mesh((2, 4)), plan_of("sliced", slice_count=3)
+    stored = ms.to_layout(jnp.asarray(RHS), plan, mesh=mesh)
+    with pytest.raises(ValueError, match="rhs is stored 'sliced', but the plan has rhs_layout='na"):
+        ms.matmul(LHS, stored, ms.GemmPlan(slice_count=3), mesh=mesh)
+    with pytest.raises(ValueError, match=r"is stored as Cut.*but the plan on this mesh needs Cut"):
+        ms.matmul(LHS, stored, plan_of("sliced", slice_count=2), mesh=mesh)
+    with pytest.raises(ValueError, match=r"rhs dimension k = 96 is not cut evenly into 7 parts"):
+        ms.to_layout(RHS, plan_of("sliced", slice_count=7), mesh=mesh)
+    with pytest.raises(ValueError, match="with dataflow 'rs' it stays put"):
+        ms.matmul(LHS, RHS, plan_of("sliced", "rs"), mesh=mesh)
+    with pytest.raises(ValueError, match=r"collective knows no rhs_layout 'sliced'.*meshslice"):
+        ms.check(plan_of("sliced", algorithm="collective"), M, N, K, (2, 4))
+    with pytest.raises(ValueError, match=r"grad_lhs.slice_count is 6.*rhs_layout 'sliced' needs 3"):
+        ms.LayerPlan(forward=plan, grad_lhs=plan_of("sliced", "ls", slice_count=6))
+    with pytest.raises(ValueError, match="loop='rolled' runs slices that are alike"):
+        ms.check(plan_of("sliced", slice_count=3, loop="rolled"), M, N, K, (2, 4))
+    explicit = jax.make_mesh((2, 4), ("row", "col"))
+    with jax.set_mesh(explicit), pytest.raises(NotImplementedError, match="Explicit axes"):
+        ms.matmul(LHS, RHS, plan)
