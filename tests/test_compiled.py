@@ -160,7 +160,9 @@ def test_every_algorithm_gets_its_forms_and_both_option_sets():
     sets = ("tuned", "default")
     assert settings(found) == [
         *(("meshslice", 2, "native", s) for s in sets),  # 3 does not divide
+        *(("meshslice", 2, "weight sliced", s) for s in sets),
         *(("meshslice", 3, "tapered ends", s) for s in sets),  # four halves do
+        *(("meshslice", 3, "tapered ends, weight sliced", s) for s in sets),
         *(
             ("wang", count, f"{form}, ring along {ring}", s)
             for ring in ("row", "col")
@@ -206,7 +208,7 @@ def test_moving_outputs_are_tried_in_every_form():
     def forms(shape):
         long = Space(
             mesh_shape=ms.MeshShape(*shape), hardware=V4.hardware, algorithms=("meshslice",),
-            slice_counts=(2,), option_sets=("tuned",),
+            slice_counts=(2,), option_sets=("tuned",), layouts=("natural",),
         )  # fmt: skip
         found = candidates.candidates(long, PROBLEM, ms.GemmPlan(dataflow="ls"), "ls")
         return {
@@ -215,9 +217,11 @@ def test_moving_outputs_are_tried_in_every_form():
         }
 
     short = {"native": (2, False), "ring": (2, False), "all_to_all": (2, True)}
-    assert forms((4, 4)) == short | {"all_to_all, tapered ends": (3, True)}
+    tapered = {"ring, tapered ends": (3, False), "all_to_all, tapered ends": (3, True)}
+    assert forms((4, 4)) == short | tapered
     levels = {"ring, in groups of 4": (2, True), "ring, tapered ends, in groups of 4": (3, True)}
-    assert forms((4, 16)) == {"native": (2, False), "ring": (2, False)} | levels
+    long = {"native": (2, False), "ring": (2, False), "ring, tapered ends": (3, False)}
+    assert forms((4, 16)) == long | levels
 
 
 def test_algorithms_without_a_forward_dataflow_are_left_out():
@@ -270,6 +274,7 @@ def study(**changes):
         "space": space(
             algorithms=("meshslice", "collective", "gspmd"),
             slice_counts=(2,),
+            layouts=("natural",),
             option_sets=("tuned",),
         ),
         "passes": ("forward",),
@@ -325,6 +330,15 @@ def test_one_fixed_setting_a_dataflow():
         replay = dataclasses.replace(base.replay, projected_s=projected_s)
         return dataclasses.replace(base, pass_=pass_, candidate=candidate, replay=replay)
 
+    def stored(base):
+        plan = base.candidate.plan
+        return dataclasses.replace(
+            base,
+            candidate=dataclasses.replace(
+                base.candidate, plan=dataclasses.replace(plan, rhs_layout="sliced")
+            ),
+        )
+
     rows = [row(first, "forward", 1.0), row(first, "grad_lhs", 5.0)]  # 6 in all
     rows += [row(other, "forward", 2.0), row(other, "grad_lhs", 2.0)]  # 4: better together
     rows += [row(first, "grad_rhs", 7.0, ls)]  # another dataflow may have another setting
@@ -332,6 +346,12 @@ def test_one_fixed_setting_a_dataflow():
         study=study(passes=("forward", "grad_lhs", "grad_rhs")), rows=tuple(rows), failed=()
     )
     assert found.choices()["fixed"] == rows[2:]
+    # A weight that is stored in slices is so in all passes, or in none.
+    mixed = [*rows[:4], stored(row(first, "forward", 0.1)), stored(row(first, "grad_lhs", 0.1))]
+    two = run.Findings(study=study(passes=("forward", "grad_lhs")), rows=tuple(mixed), failed=())
+    assert two.choices()["meshslice"] == mixed[-2:]
+    three = dataclasses.replace(two, study=found.study, rows=(*mixed, rows[4]))
+    assert three.choices()["meshslice"] == three.choices()["natural"]
 
 
 def test_a_rule_that_does_not_cover_every_product_is_not_there():

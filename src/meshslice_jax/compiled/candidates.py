@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from meshslice_jax import algorithms
 from meshslice_jax.compiled.jobs import Options
 from meshslice_jax.compiled.options import GSPMD_MODES, compiler_options
-from meshslice_jax.dataflow import Dataflow
+from meshslice_jax.dataflow import Contraction, Dataflow
 from meshslice_jax.hardware import HardwareSpec
 from meshslice_jax.mesh import MeshShape
 from meshslice_jax.plan import GemmPlan
@@ -20,6 +20,8 @@ from meshslice_jax.problem import GemmProblem
 
 #: Slice counts that are tried where none are asked for; a taper adds a half slice at either end.
 SLICE_COUNTS = (4, 6, 8)
+#: How MeshSlice's weights may be stored; see `layout`.
+LAYOUTS = ("natural", "sliced")
 #: The longest axis along which an all-to-all is tried: it loads links with n^2/8 shards.
 LONGEST_ALL_TO_ALL = 8
 #: The algorithms of a comparison on two axes, MeshSlice first.
@@ -61,6 +63,7 @@ class Space:
       hardware: the profile; it decides the tuned options.
       algorithms: names in ALGORITHMS, and "gspmd".
       slice_counts: of MeshSlice.
+      layouts: how MeshSlice's weights may be stored.
       option_sets: of OPTION_SETS; ignored where `given` is set.
       given: options to use instead of sets.
 
@@ -72,6 +75,7 @@ class Space:
     hardware: HardwareSpec
     algorithms: Sequence[str] = COMPARED
     slice_counts: Sequence[int] = SLICE_COUNTS
+    layouts: Sequence[str] = LAYOUTS
     option_sets: Sequence[str] = OPTION_SETS
     given: Mapping[str, bool | int | float | str] | None = None
 
@@ -128,7 +132,8 @@ def candidates(
             continue
         if forward not in algorithms.ALGORITHMS[name].forward_dataflows:
             continue
-        for plan in _plans(space, name, base):
+        moves = Contraction(dataflow=forward).stationary != "rhs"
+        for plan in _plans(space, name, base, moves):
             if algorithms.fits(problem, plan, space.view(plan)):
                 found += _with_options(space, name, plan, form_of(plan))
     return found
@@ -147,6 +152,7 @@ def form_of(plan: GemmPlan) -> str:
     else:
         words = [] if plan.dataflow is Dataflow.OS else [plan.reduce_scatter]
         words += [f"tapered {plan.taper}"] if plan.taper != "none" else []
+    words += [f"weight {plan.rhs_layout}"] if plan.rhs_layout != "natural" else []
     words += [f"in groups of {plan.scatter_group}"] if plan.scatter_group > 1 else []
     return ", ".join(words) or "native"
 
@@ -158,16 +164,19 @@ def _with_options(space, name, plan, form, extra=GSPMD_MODES["windowed"]) -> lis
     ]
 
 
-def _plans(space: Space, name: str, base: GemmPlan) -> Iterator[GemmPlan]:
-    """The plans of one algorithm, whether they fit or not."""
+def _plans(space: Space, name: str, base: GemmPlan, moves: bool) -> Iterator[GemmPlan]:
+    """The plans of one algorithm, whether they fit or not; `moves` says if the weight does."""
     plan = dataclasses.replace(base, algorithm=name, slice_count=1)
     options = algorithms.ALGORITHMS[name].options
     if "ring" in options:
         yield from _rings(space, plan)
     elif "block_size" in options:
-        for form, count in itertools.product(_sliced_forms(space, plan), space.slice_counts):
+        layouts = space.layouts if moves else ("natural",)
+        for form, count, layout in itertools.product(
+            _sliced_forms(space, plan), space.slice_counts, layouts
+        ):
             ends = 1 if form.get("taper") == "ends" else 0  # two halves: one slice more
-            yield dataclasses.replace(plan, slice_count=count + ends, **form)
+            yield dataclasses.replace(plan, slice_count=count + ends, rhs_layout=layout, **form)
     else:
         yield plan
 
@@ -194,13 +203,12 @@ def _sliced_forms(space: Space, plan: GemmPlan) -> list[dict[str, object]]:
     if scattered is None:
         return [{}, {"taper": "ends"}]
     ring = {"reduce_scatter": "ring", "gather_order": "ordered"}
-    found = [{}, ring, ring | {"taper": "head"}]
     length = space.view(plan).size(scattered)
+    other = {"reduce_scatter": "all_to_all"}
     if length > LONGEST_ALL_TO_ALL:
-        levels = ring | {"scatter_group": _group(length)}
-        return [*found, levels, levels | {"taper": "ends"}]
-    exchange = {"reduce_scatter": "all_to_all"}
-    return [*found, exchange, exchange | {"taper": "ends"}]
+        other = ring | {"scatter_group": _group(length)}
+    tapered = [form | {"taper": "ends"} for form in (ring, other)]
+    return [{}, ring, other, *tapered]
 
 
 def _scattered(plan: GemmPlan) -> str | None:

@@ -8,14 +8,13 @@
 operands are shapes with shardings.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import msgspec
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshslice_jax import algorithms, gemm
+from meshslice_jax import algorithms, gemm, layout
+from meshslice_jax.algorithms.meshslice import units
 from meshslice_jax.dataflow import Contraction, Dataflow
 from meshslice_jax.plan import GemmPlan, LayerPlan
 from meshslice_jax.problem import GemmProblem
@@ -51,6 +50,15 @@ class ProductJob(msgspec.Struct, frozen=True, kw_only=True, tag="product"):
         """The product with the storage order that its matrices have in a training step."""
         forward = Contraction(dataflow=self.forward)
         return forward.gradient(self.wrt).contraction if self.wrt else forward
+
+    @property
+    def kept(self) -> str | None:
+        """The role of the layer's weight, where it comes in the plan's `rhs_layout`."""
+        if self.plan.rhs_layout == "natural":
+            return None
+        return (
+            Contraction(dataflow=self.forward).gradient(self.wrt).role("rhs") if self.wrt else "rhs"
+        )
 
 
 class BlockJob(msgspec.Struct, frozen=True, kw_only=True, tag="block"):
@@ -124,15 +132,7 @@ def _sharding(contraction: Contraction, plan: GemmPlan, role: str, mesh: Mesh) -
 
 def _lower_product(job: ProductJob, mesh: Mesh):
     contraction, plan, problem = job.contraction, job.plan, job.problem
-    place = functools.partial(_sharding, contraction, plan, mesh=mesh)
-    operands = [
-        jax.ShapeDtypeStruct(
-            tuple(problem.extent(label) for label in contraction.indices(role)),
-            problem.dtype(role),
-            sharding=place(role=role),
-        )
-        for role in ("lhs", "rhs")
-    ]
+    operands = [_struct(job, role, mesh) for role in ("lhs", "rhs")]
     if job.gspmd:
         equation = f"{contraction.lhs},{contraction.rhs}->{contraction.out}"
 
@@ -142,10 +142,28 @@ def _lower_product(job: ProductJob, mesh: Mesh):
 
         def product(lhs, rhs):
             return gemm.contract(
-                lhs, rhs, plan, contraction, mesh=mesh, out_dtype=problem.out_dtype
+                lhs, rhs, plan, contraction, mesh=mesh, out_dtype=problem.out_dtype, kept=job.kept
             )
 
-    return jax.jit(product, out_shardings=place(role="out")).lower(*operands)
+    out = jax.tree.map(lambda one: one.sharding, _struct(job, "out", mesh))
+    return jax.jit(product, out_shardings=out).lower(*operands)
+
+
+def _struct(job: ProductJob, role: str, mesh: Mesh):
+    """A matrix of a job as shapes with shardings: one, or those of a weight in slices."""
+    kept = job.kept == role
+    contraction = job.contraction.streamed_first() if kept else job.contraction
+    sharding = _sharding(contraction, job.plan, role, mesh)
+    shape = [job.problem.extent(label) for label in contraction.indices(role)]
+    rows = [shape[0]]
+    if kept and job.plan.rhs_layout == "sliced":
+        _, widths = units(job.plan)
+        rows = [shape[0] // sum(widths) * width for width in widths]
+    structs = tuple(
+        jax.ShapeDtypeStruct((count, shape[1]), job.problem.dtype(role), sharding=sharding)
+        for count in rows
+    )
+    return structs if kept else structs[0]
 
 
 def _lower_block(job: BlockJob, mesh: Mesh):
@@ -156,10 +174,18 @@ def _lower_block(job: BlockJob, mesh: Mesh):
         sharding = _sharding(plan.forward.contraction, plan.forward, role, mesh)
         return jax.ShapeDtypeStruct((rows, cols), dtype, sharding=sharding)
 
-    weights = {
-        name: struct(p.k, p.n, p.rhs_dtype, job.plans[name], "rhs")
-        for name, p in job.layers.items()
-    }
+    def weight(name: str, problem: GemmProblem):
+        plan = job.plans[name]
+        natural = struct(problem.k, problem.n, problem.rhs_dtype, plan, "rhs")
+        if plan.forward.rhs_layout == "natural":
+            return natural
+        stored = jax.eval_shape(lambda rhs: layout.to_layout(rhs, plan, mesh=mesh), natural)
+        sharding = _sharding(plan.forward.contraction.streamed_first(), plan.forward, "rhs", mesh)
+        return jax.tree.map(
+            lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=sharding), stored
+        )
+
+    weights = {name: weight(name, problem) for name, problem in job.layers.items()}
     x = struct(first.m, first.k, first.lhs_dtype, job.plans[names[0]], "lhs")
     ct = struct(last.m, last.n, last.out_dtype, job.plans[names[-1]], "out")
 
@@ -175,7 +201,7 @@ def _lower_block(job: BlockJob, mesh: Mesh):
         _, back = jax.vjp(chain, x, weights)
         return back(ct)
 
-    out = (x.sharding, {name: weight.sharding for name, weight in weights.items()})
+    out = jax.tree.map(lambda one: one.sharding, (x, weights))
     return jax.jit(step, out_shardings=out).lower(x, weights, ct)
 
 

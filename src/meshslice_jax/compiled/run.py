@@ -9,7 +9,7 @@ A row is one compiled program: how long its schedule would take on the study's p
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from meshslice_jax import algorithms
 from meshslice_jax.compiled import hlo, program
@@ -88,7 +88,6 @@ class Compiled:
       layer: name of the layer.
       pass_: "forward", "grad_lhs" or "grad_rhs".
       candidate: what was compiled.
-      layout: how weights are stored; "natural".
       ideal_s: pure FLOPs.
       replay: the replayed schedule.
       variants: name of a changed assumption -> projected seconds of the same schedule.
@@ -100,13 +99,17 @@ class Compiled:
     layer: str
     pass_: str
     candidate: Candidate
-    layout: str = "natural"
     ideal_s: float
     replay: Replay
     variants: Mapping[str, float]
     peak_bytes: int
     compile_s: float
     hlo: str = dataclasses.field(repr=False)
+
+    @property
+    def layout(self) -> str:
+        """How the weight is stored."""
+        return self.candidate.plan.rhs_layout
 
     @property
     def projected_s(self) -> float:
@@ -157,16 +160,18 @@ class Findings:
     def choices(self) -> dict[str, list[Compiled]]:
         """Rule for choosing -> one row of each product, where there is one for all.
 
-        "meshslice" takes MeshSlice's fastest, "natural" those with weights stored
-        naturally, "fixed" one setting of MeshSlice for each dataflow, "tuned" the fastest
-        of any algorithm; the others are the algorithms themselves.
+        "meshslice" takes MeshSlice's fastest, where each layer's weight is stored in one way
+        in all its passes; "natural" stores all of them naturally; "fixed" has one setting of
+        MeshSlice for each dataflow; "tuned" takes the fastest of any algorithm. The others
+        are the algorithms themselves.
         """
         ours = [row for row in self.rows if row.candidate.algorithm == "meshslice"]
+        natural = [row for row in ours if row.layout == "natural"]
         found = {
-            "meshslice": _fastest(ours),
-            "natural": _fastest([row for row in ours if row.layout == "natural"]),
-            "fixed": self._fixed(ours),
-            "tuned": _fastest(self.rows),
+            "meshslice": self._by_layer(ours),
+            "natural": _fastest(natural),
+            "fixed": _least(map(_fixed, _ways(ours))),
+            "tuned": self._by_layer(self.rows),
         }
         names = dict.fromkeys(row.candidate.algorithm for row in self.rows)
         for name in names:
@@ -175,18 +180,41 @@ class Findings:
         products = {(layer, name) for layer in self.study.layers for name in self.study.passes}
         return {rule: rows for rule, rows in found.items() if {r.product for r in rows} == products}
 
-    def _fixed(self, rows: list[Compiled]) -> list[Compiled]:
-        """For each dataflow the rows of the one setting that is fastest over all its products."""
+    def _by_layer(self, rows: Sequence[Compiled]) -> list[Compiled]:
+        """The fastest rows of each layer that agree on how its weight is stored."""
         chosen = []
-        for dataflow in dict.fromkeys(row.candidate.plan.dataflow for row in rows):
-            ours = [row for row in rows if row.candidate.plan.dataflow is dataflow]
-            products = {row.product for row in ours}
-            settings = {}
-            for row in ours:
-                settings.setdefault(row.candidate.setting, []).append(row)
-            whole = [s for s in settings.values() if {row.product for row in s} == products]
-            chosen += min(whole, key=lambda s: sum(row.projected_s for row in s), default=[])
+        for layer in self.study.layers:
+            ways = _ways([row for row in rows if row.layer == layer])
+            chosen += _least(map(_fastest, ways))
         return chosen
+
+
+def _ways(rows: Sequence[Compiled]) -> list[list[Compiled]]:
+    """Rows that can be passes of one layer: whose weight is stored, and cut, in the same way."""
+    found = {}
+    for row in rows:
+        plan, cut = row.candidate.plan, ()
+        if plan.rhs_layout != "natural":
+            cut = plan.algorithm, plan.slice_count, plan.taper, plan.block_size
+        found.setdefault((plan.rhs_layout, *cut), []).append(row)
+    return list(found.values())
+
+
+def _least(ways: Iterable[list[Compiled]]) -> list[Compiled]:
+    """Of those that have most products the one with the least sum of times."""
+    return min(ways, key=lambda way: (-len(way), sum(r.projected_s for r in way)), default=[])
+
+
+def _fixed(rows: Sequence[Compiled]) -> list[Compiled]:
+    """For each dataflow the rows of the one setting that is fastest over all its products."""
+    chosen = []
+    for dataflow in dict.fromkeys(row.candidate.plan.dataflow for row in rows):
+        settings = {}
+        for row in rows:
+            if row.candidate.plan.dataflow is dataflow:
+                settings.setdefault(row.candidate.setting, []).append(row)
+        chosen += _least(settings.values())
+    return chosen
 
 
 def _fastest(rows: Sequence[Compiled]) -> list[Compiled]:
