@@ -38,6 +38,8 @@ class Job:
       precision: `lax.dot_general`'s precision for local products.
       widened: whether 16-bit operands are widened for the local product.
       rolled: whether slices run in a loop rather than unrolled.
+      exchanged: whether a reduce-scatter runs as an all-to-all and a sum, where the native
+        one can't be trusted (CPU processes).
       kept: the role that comes and goes in the plan's `rhs_layout`, as a tuple of arrays.
     """
 
@@ -51,6 +53,7 @@ class Job:
     precision: object = None
     widened: bool = False
     rolled: bool = False
+    exchanged: bool = False
     kept: str | None = None
 
     def axis(self, name: str) -> Axis:
@@ -91,7 +94,8 @@ class Job:
         """Reduce-scatters a partial output along its axis; result in `out_dtype`."""
         with jax.named_scope("scatter"):
             wire = partial.astype(self.wire_dtype)
-            summed = collectives.reduce_scatter(wire, self.axis(mover.axis), mover.dim)
+            move = collectives.exchange_sum if self.exchanged else collectives.reduce_scatter
+            summed = move(wire, self.axis(mover.axis), mover.dim)
             return summed.astype(self.out_dtype)
 
 

@@ -55,7 +55,7 @@ def _move(problem: GemmProblem, inner: Contraction, mover: Mover, shape: MeshSha
     else:
 
         def move(x: jax.Array) -> jax.Array:
-            return collectives.reduce_scatter(x, axis, mover.dim)
+            return collectives.exchange_sum(x, axis, mover.dim)  # as kernels do between processes
 
     return move, [_local(inner, mover.role, extents)]
 
