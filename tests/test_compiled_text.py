@@ -104,7 +104,7 @@ def test_cannon_never_gathers(dataflow):
 
 
 def test_compile_time_of_many_slices():
-    """S = 16 compiles in at most 4 times what S = 4 takes (loosely: 6 on a busy machine)."""
+    """S = 16 compiles in at most 4 times the processor's time that S = 4 takes."""
     import time
 
     mesh = ms.make_mesh((4, 4))
@@ -113,7 +113,7 @@ def test_compile_time_of_many_slices():
     for slices in (4, 16, 4, 16):
         plan = ms.GemmPlan(dataflow="os", slice_count=slices)
         jax.clear_caches()
-        start = time.perf_counter()
+        start = time.process_time()
         jax.jit(lambda a, b, plan=plan: ms.matmul(a, b, plan, mesh=mesh)).lower(a, b).compile()
-        took[slices] = min(took.get(slices, 1e9), time.perf_counter() - start)
-    assert took[16] <= 6 * took[4]
+        took[slices] = min(took.get(slices, 1e9), time.process_time() - start)
+    assert took[16] <= 4 * took[4]
