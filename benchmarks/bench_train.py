@@ -72,12 +72,10 @@ def bench_train(
         "dtype": dtype,
         "remat": remat,
         "plan": {name: describe(layer) for name, layer in plan.layers.items()},
-        "ms": {name: statistics.median(found) for name, found in times.items()},
-        "all_ms": times,
-        **ratios(times),
+        "wall": summary(times, 0),
+        "processor": summary(times, 1),
         "peak_bytes": {name: program.peak_bytes for name, program in programs.items()},
         "repeats": repeats,
-        "time_source": "wall",
     }
     cli.say(cli.stdout(), cli.header(devices))
     cli.say(cli.stdout(), cli.emulation_banner(devices) or "")
@@ -154,22 +152,30 @@ class Program:
         return float(loss)
 
 
-def interleaved(programs: dict[str, Program], repeats: int) -> dict[str, list[float]]:
-    """Milliseconds of each program's steps, which take turns."""
+def interleaved(programs: dict[str, Program], repeats: int) -> dict[str, list[tuple[float, float]]]:
+    """Milliseconds of each program's steps, which take turns: wall and processor time."""
     times = {name: [] for name in programs}
     for repeat in range(repeats):
         order = list(programs)[:: -1 if repeat % 2 else 1]
         for name in order:
-            begin = time.perf_counter()
+            wall, processor = time.perf_counter(), time.process_time()
             programs[name].step()
-            times[name].append(1e3 * (time.perf_counter() - begin))
+            spent = time.perf_counter() - wall, time.process_time() - processor
+            times[name].append(tuple(1e3 * one for one in spent))
     return times
 
 
-def ratios(times: dict[str, list[float]]) -> dict[str, float]:
-    """The plan's time over GSPMD's, pair by pair: median, least and most."""
-    found = sorted(a / b for a, b in zip(times["plan"], times["gspmd"], strict=True))
+def summary(times: dict[str, list[tuple[float, float]]], clock: int) -> dict[str, object]:
+    """Medians, and the plan's time over GSPMD's pair by pair: median, least and most.
+
+    Processor time is all threads' together. It tells more than wall time on a machine that
+    other work keeps busy.
+    """
+    own = {name: [one[clock] for one in found] for name, found in times.items()}
+    found = sorted(a / b for a, b in zip(own["plan"], own["gspmd"], strict=True))
     return {
+        "ms": {name: statistics.median(one) for name, one in own.items()},
+        "all_ms": own,
         "ratio_to_gspmd": statistics.median(found),
         "ratio_low": found[0],
         "ratio_high": found[-1],
