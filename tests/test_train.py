@@ -236,3 +236,10 @@ def test_the_command_says_what_is_wrong(tmp_path):
     ms.save_plan(odd, tmp_path / "odd.json")
     found = command("--plan", tmp_path / "odd.json")
     assert found.exit_code == 2 and "vocab = 96, and bytes need 256" in found.output
+    ms.save_plan(dataclasses.replace(plan, seq_len=4096), tmp_path / "long.json")
+    found = command("--plan", tmp_path / "long.json")
+    assert found.exit_code == 2 and "seq_len = 4096, and its model 'gpt3-125m' has" in found.output
+    short = tmp_path / "short.txt"
+    short.write_text("ab" * 200)
+    found = command("--text", short, "--devices", 16)
+    assert found.exit_code == 2 and "a text of 20 tokens has no pieces of 129" in found.output

@@ -143,6 +143,11 @@ def _given_plan(context: typer.Context, plan: str) -> ModelPlan | None:
             f"the plan's model {found.model.name!r} has vocab = {found.model.vocab}, and bytes "
             "need 256"
         )
+    if found.seq_len > found.model.seq_len:
+        raise ValueError(
+            f"the plan has seq_len = {found.seq_len}, and its model {found.model.name!r} has "
+            f"positions for {found.model.seq_len}; tune with --seq-len {found.model.seq_len}"
+        )
     return found
 
 

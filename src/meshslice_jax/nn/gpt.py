@@ -49,7 +49,7 @@ def project(layout: BlockLayout, name: str, x: jax.Array, weights: Mapping) -> j
     return found + weights["bias"].astype(x.dtype) if "bias" in weights else found
 
 
-def _multiply(layout: BlockLayout, name: str, x, kernel, dtype) -> jax.Array:
+def _multiply(layout: BlockLayout, name: str, x: jax.Array, kernel: jax.Array, dtype) -> jax.Array:
     """x[batch, seq, k] @ kernel[k, n] on the plan of the layer, or of the output layer."""
     product = layout.product(layout.layers.get(name, layout.head), mesh=layout.mesh)
     with jax.named_scope(name), product_log.layer(name, ("kernel", (0, 1))):

@@ -88,9 +88,7 @@ class BlockLayout:
             raise ValueError(_message(self.mesh, faults))
 
 
-def block_layout(
-    plan: ModelPlan, mesh: Mesh, *, product: Callable = dot_general, check: bool = True
-) -> BlockLayout:
+def block_layout(plan: ModelPlan, mesh: Mesh, *, product: Callable = dot_general) -> BlockLayout:
     """Reads the placements off a plan.
 
     Args:
@@ -99,7 +97,6 @@ def block_layout(
         replicas.
       product: of the FC layers and the output layer: gives, for (plan, mesh=), a callable
         with `lax.dot_general`'s signature.
-      check: whether to raise where the model does not fit (a tuner asks `layout_faults`).
 
     Raises:
       ValueError: a mesh whose sizes are not the plan's, or a model that does not fit it.
@@ -120,18 +117,13 @@ def block_layout(
         attention=tuple(placements(layers["qkv"])[2]),
         product=product,
     )
-    if check and (faults := layout_faults(layout, plan.batch)):
+    if faults := _faults(layout, plan.batch):
         raise ValueError(_message(mesh, faults))
     return layout
 
 
-def layout_faults(layout: BlockLayout, batch: int) -> list[str]:
-    """All that keeps a model from lying on the mesh as the layout says.
-
-    Args:
-      layout: the placements.
-      batch: sequences of a step, over all replicas.
-    """
+def _faults(layout: BlockLayout, batch: int) -> list[str]:
+    """All that keeps a model from lying on the mesh as the layout says."""
     shape, (tokens, features) = layout.shape, layout.stream
     wanted = [
         ("kv_heads", shape.kv_heads, layout.attention[1], "whole groups of heads"),

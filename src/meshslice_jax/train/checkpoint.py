@@ -25,7 +25,6 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from etils import epath
 
 _PREFIX, _SEAL, _RUN = "step_", "seal.json", "run.json"
 #: Written by Orbax when it commits, after the seal.
@@ -39,7 +38,7 @@ class _Sealing(ocp.StandardCheckpointHandler):
         super().__init__()
         self.run = dict(run)
 
-    def finalize(self, directory: epath.Path) -> None:
+    def finalize(self, directory: os.PathLike) -> None:
         super().finalize(directory)
         if jax.process_index() == 0:
             folder = Path(os.fspath(directory))

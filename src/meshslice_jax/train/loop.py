@@ -30,11 +30,18 @@ class Data:
       text: training and validation tokens.
       batch: sequences of a step.
       seq_len: tokens of a sequence.
+
+    Raises:
+      ValueError: a text that is too short for a sequence, or its held-out part is.
     """
 
     text: text.Text
     batch: int
     seq_len: int
+
+    def __post_init__(self):
+        for tokens in self.text:
+            text.sequences(tokens, 1, self.seq_len, (0,))
 
     def pieces(self, seed: int, step: int) -> np.ndarray:
         """The training batch of a step."""
