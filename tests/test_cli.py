@@ -38,6 +38,7 @@ def test_bench_prints_a_checked_table_under_a_banner():
     assert "32,16,64 fwd: A[m=32,k=16] B[k=16,n=64], float32" in text
     assert "skipped collective os S=2: collective has no slices" in text
     assert "6 rows: 5 ok, 1 skipped, 0 failed; 0 wrong answers" in text
+    assert "fastest of each pass, measured" in text
 
 
 def test_bench_writes_rows_bars_and_the_data_of_the_bars(tmp_path):
@@ -177,3 +178,12 @@ def test_bench_in_float64_checks_in_float64(tmp_path):
     assert {(row["dtype"], row["check"]) for row in json.loads(path.read_text())} == {
         ("float64", "pass")
     }
+
+
+def test_bench_of_nothing_that_fits_is_no_success():
+    result = invoke(
+        "bench", "--mkn", "7,7,7", "--mesh", "2x2", "--devices", "16", "--passes", "fwd",
+        "--algorithms", "meshslice,cannon", "--repeats", "1",
+    )  # fmt: skip
+    assert result.exit_code == 1
+    assert "; no plan ran" in result.output

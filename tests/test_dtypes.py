@@ -224,3 +224,20 @@ def test_narrow_inputs_travel_narrow():
     x = jax.ShapeDtypeStruct((16, 16), jnp.bfloat16)
     _, sent, _ = census(lambda a, b: ms.matmul(a, b, ms.GemmPlan(), mesh=mesh), x, x)
     assert sent == {("all_gather", ("col",)): 8 * 8 * 2, ("all_gather", ("row",)): 8 * 8 * 2}
+
+
+def test_narrow_floats_meet_others_as_bfloat16():
+    mesh = ms.make_mesh((2, 2))
+    plan = ms.GemmPlan(dataflow="ls", slice_count=2)
+    x = jnp.asarray(np.random.default_rng(1).integers(-1, 2, (8, 8)), jnp.float8_e4m3fn)
+    want = np.asarray(x, np.float32) @ np.asarray(x, np.float32)
+    found = ms.matmul(x, x, plan, mesh=mesh, preferred_element_type=jnp.float32)
+    assert found.dtype == jnp.float32 and (np.asarray(found) == want).all()
+    mixed = ms.matmul(x, x.astype(jnp.bfloat16), plan, mesh=mesh)
+    assert mixed.dtype == jnp.bfloat16 and (np.asarray(mixed, np.float32) == want).all()
+
+
+def test_a_result_of_no_numbers_is_refused():
+    x = jnp.ones((8, 8))
+    with pytest.raises(TypeError, match="preferred_element_type must be a type of numbers"):
+        ms.matmul(x, x, ms.GemmPlan(), mesh=ms.make_mesh((2, 2)), preferred_element_type=bool)

@@ -175,6 +175,8 @@ def _as_matrix(x, role: str) -> jax.Array:
 
 def _out_dtype(lhs, rhs, preferred) -> str:
     if preferred is not None:
+        if not jnp.issubdtype(jnp.dtype(preferred), jnp.number):
+            raise TypeError(f"preferred_element_type must be a type of numbers, got {preferred!r}")
         return jnp.dtype(preferred).name
     natural = promoted_dtype(lhs.dtype.name, rhs.dtype.name)
     return accumulation_dtype(natural) if natural in ("int8", "uint8") else natural

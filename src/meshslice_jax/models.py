@@ -4,6 +4,7 @@
 `fc_layers` turns that into the products of a block (see `model_shape`).
 """
 
+import difflib
 import os
 import types
 
@@ -46,7 +47,11 @@ def model(source: "str | os.PathLike | ModelShape") -> ModelShape:
         path = os.path.join(path, "config.json")
     if os.path.isfile(path):
         return read_config(path)
-    raise ValueError(f"unknown model {path!r}: no such file, and not one of {', '.join(MODELS)}")
+    near = difflib.get_close_matches(str(path), MODELS, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    raise ValueError(
+        f"unknown model {path!r}: no such file, and not one of {', '.join(MODELS)}{hint}"
+    )
 
 
 def _gpt(name: str, layers: int, hidden: int, heads: int, head_dim: int, source: str) -> ModelShape:

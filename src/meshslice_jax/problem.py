@@ -45,7 +45,12 @@ def accumulation_dtype(dtype: str | np.dtype) -> str:
 
 @functools.lru_cache(maxsize=256)
 def promoted_dtype(*dtypes: str) -> str:
-    """The dtype in which operands of `dtypes` meet, also where the user's JAX is strict."""
+    """The dtype in which operands of `dtypes` meet, also where the user's JAX is strict.
+
+    JAX promotes no 8-bit floats; with others they meet as bfloat16, which holds them exactly.
+    """
+    if len(set(dtypes)) > 1:
+        dtypes = tuple("bfloat16" if name.startswith("float8") else name for name in dtypes)
     with jax.numpy_dtype_promotion("standard"):
         return jnp.dtype(functools.reduce(jnp.promote_types, dtypes)).name
 

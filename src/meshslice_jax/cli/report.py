@@ -2,6 +2,7 @@
 
 import csv
 import json
+import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def print_bench(
     """Prints results as they come and writes the files at the end, however it ends.
 
     Returns:
-      Whether any candidate failed.
+      Whether any candidate failed, or no plan ran at all.
     """
     console, rows = common.stdout(), []
     console.print(common.header(devices), soft_wrap=True, markup=False)
@@ -86,6 +87,10 @@ def _projection_note(options: Options) -> str:
         f"modelled ms is what the time model projects for this mesh of {options.hardware.name} "
         "chips; it was not measured"
     )
+
+
+#: Rows that are no plans.
+BASELINES = ("gspmd", "dense")
 
 
 def title(case: Pass) -> str:
@@ -155,15 +160,51 @@ def _cells(candidate: Candidate, row: Row) -> list[str]:
 
 
 def _print_summary(console: Console, rows: list[Row]) -> bool:
+    """What ran, and how each algorithm did over all passes; whether anything went wrong."""
+    if any(row.median_ms is not None for row in rows):
+        console.print()
+        print_table(console, SUMMARY, _totals(rows), title="fastest of each pass, measured")
     counts = {status: sum(row.status == status for row in rows) for status in _STATUSES}
     wrong = sum(row.check == "FAILED" for row in rows)
-    failed = counts["failed"] > 0
+    nothing = not any(row.status == "ok" and row.algorithm not in BASELINES for row in rows)
+    failed = counts["failed"] > 0 or nothing
     text = ", ".join(f"{count} {status}" for status, count in counts.items())
+    text = f"{len(rows)} rows: {text}; {wrong} wrong answers"
     console.print()
-    console.print(
-        f"{len(rows)} rows: {text}; {wrong} wrong answers", style="red" if failed else "green"
-    )
+    if nothing:
+        text += "; no plan ran"
+    console.print(text, style="red" if failed else "green")
     return failed
+
+
+#: Column titles of the summary.
+SUMMARY = ("algorithm", "passes", "sum of medians, ms", "median /gspmd", "median /dense")
+
+
+def _totals(rows: list[Row]) -> list[list[str]]:
+    """For each algorithm its fastest row of every pass, added up."""
+    fastest: dict[str, dict[tuple[str, str], Row]] = {}
+    for row in rows:
+        if row.median_ms is not None:
+            best = fastest.setdefault(row.algorithm, {})
+            key = row.layer, row.pass_
+            if key not in best or row.median_ms < best[key].median_ms:
+                best[key] = row
+    return [
+        [
+            name,
+            str(len(best)),
+            number(sum(row.median_ms for row in best.values()), ".1f"),
+            *(
+                number(statistics.median(found) if found else None, ".2f")
+                for found in (
+                    [r.ratio_to_gspmd for r in best.values() if r.ratio_to_gspmd is not None],
+                    [r.ratio_to_dense for r in best.values() if r.ratio_to_dense is not None],
+                )
+            ),
+        ]
+        for name, best in fastest.items()
+    ]
 
 
 _STATUSES = ("ok", "skipped", "failed")
