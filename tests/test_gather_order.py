@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import meshslice_jax as ms
-from meshslice_jax import collectives
+from meshslice_jax import collectives, compat
 
 
 def product(order, flow="os", loop="unrolled", mesh=(2, 2)):
@@ -91,3 +91,20 @@ def test_what_an_order_cannot_be_combined_with():
     ringed = ms.GemmPlan(dataflow="ls", slice_count=4, reduce_scatter="ring", gather_order="serial")
     with pytest.raises(ValueError, match="'serial' orders reduce_scatter='native' only"):
         ms.check(ringed, 32, 32, 32, (2, 2))
+
+
+@pytest.mark.parametrize("mesh", [(2, 2), (1, 4)], ids=str)
+def test_between_cpu_processes_a_reduce_scatter_is_an_exchange_and_a_sum(mesh, monkeypatch):
+    lhs, rhs = (np.sign(x).astype(np.float32) for x in operands(48))
+    plan = ms.GemmPlan(algorithm="collective", dataflow="ls")
+    monkeypatch.setattr(compat, "has_joined", lambda: True)
+    function = jax.jit(functools.partial(ms.matmul, plan=plan, mesh=ms.make_mesh(mesh)))
+    compiled = function.lower(lhs, rhs).compile()
+    text = compiled.as_text()
+    assert " all-to-all(" in text and " reduce-scatter(" not in text
+    placed = [
+        jax.device_put(x, sharding)
+        for x, sharding in zip((lhs, rhs), compiled.input_shardings[0], strict=True)
+    ]
+    assert (np.asarray(compiled(*placed)) == lhs @ rhs).all()
+    jax.clear_caches()  # nothing that was traced like this is used by others

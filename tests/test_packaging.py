@@ -20,8 +20,9 @@ SOURCE = ROOT / "src" / "meshslice_jax"
 #: The order of the rooms; a room imports only those before it. Rooms that are not named
 #: here come after the schedule and before the command line, without a cycle.
 ORDER = (
-    "compat problem mesh dataflow plan schedule collectives site algorithms layout gemm cost "
-    "simulate compiled models autotune flatten padding product_log dot_general nn train bench cli"
+    "compat distributed problem mesh dataflow plan schedule collectives site algorithms layout "
+    "gemm cost simulate compiled models autotune flatten padding product_log dot_general launch nn "
+    "train bench cli"
 ).split()
 FIRST = ORDER[: ORDER.index("gemm") + 1]
 
