@@ -25,6 +25,8 @@ from meshslice_jax.launch.rank import Rank, describe_end
 #: The exit code of a program that took too long, as of the command `timeout`.
 TIMED_OUT = 124
 _POLL_S = 0.05
+#: How long the cause of a failure is looked for.
+_CAUSE_S = 1.0
 #: What a process that hangs may take to print where it is.
 _TELL_S = 0.5
 #: How long the output of processes that have ended is waited for.
@@ -91,13 +93,10 @@ def _until_the_end(ranks, limits, guard, selector) -> Outcome:
         ended = [rank for rank in running if rank.has_ended()]
         running = [rank for rank in running if rank not in ended]
         codes = {rank.number: rank.finish(guard) for rank in ended}
-        if failed := {number: code for number, code in codes.items() if code}:
-            # A process that was killed is the cause of others' errors, not their result.
-            number = max(failed, key=lambda number: (failed[number] > 128, -number))
-            reason = f"rank {number} {describe_end(failed[number])}"
-            return Outcome(exit_code=failed[number], reason=reason)
-        if told := [rank.number for rank in running if rank.failed]:
-            return Outcome(exit_code=1, reason=f"{_names(told[:1])} failed")
+        failed = {number: code for number, code in codes.items() if code}
+        told = [rank.number for rank in running if rank.failed]
+        if failed or told:
+            return _blame(failed, told, running, guard, selector)
         now, total = time.monotonic(), sum(rank.steps for rank in ranks)
         if total > steps:
             steps, step_at = total, now
@@ -109,6 +108,32 @@ def _until_the_end(ranks, limits, guard, selector) -> Outcome:
             _drain(selector, _TELL_S)
             return Outcome(exit_code=TIMED_OUT, reason=reason)
     return Outcome(exit_code=0)
+
+
+def _blame(failed: dict[int, int], told: list[int], running, guard, selector) -> Outcome:
+    """The first failure, unless a process was killed: that is the cause of others' errors.
+
+    A killed process is gone only when its memory is, and others see its connections close
+    before, so it is waited for a little.
+    """
+    deadline = time.monotonic() + _CAUSE_S
+    while time.monotonic() < deadline and not _killed(failed):
+        _show(selector, _POLL_S)
+        for rank in [rank for rank in running if rank.has_ended()]:
+            running.remove(rank)
+            if code := rank.finish(guard):
+                failed[rank.number] = code
+    killed = _killed(failed)
+    if told and not killed:
+        return Outcome(exit_code=1, reason=f"{_names(told[:1])} failed")
+    number = (killed or list(failed))[0]
+    reason = f"rank {number} {describe_end(failed[number])}"
+    return Outcome(exit_code=failed[number], reason=reason)
+
+
+def _killed(failed: dict[int, int]) -> list[int]:
+    """Those that a signal ended. JAX aborts a process whose peers are gone: that is none."""
+    return [n for n, code in failed.items() if code > 128 and code != 128 + signal.SIGABRT]
 
 
 def _too_long(ranks, running, limits: Limits, now, begin, step_at) -> str | None:
