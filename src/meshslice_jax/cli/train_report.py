@@ -32,8 +32,9 @@ def print_run(
     replicas = f", {plan.data_parallel} replicas" if plan.data_parallel > 1 else ""
     common.say(
         console,
-        f"{plan.model.name}: {plan.model.weights:,} weights, vocabulary {plan.model.vocab} (bytes), "
-        f"{settings.dtype} | mesh {plan.mesh_shape}{replicas} | batch {plan.batch} x {plan.seq_len} tokens | "
+        f"{plan.model.name}: {plan.model.weights:,} weights, vocabulary {plan.model.vocab} "
+        f"(bytes), {settings.dtype} | mesh {plan.mesh_shape}{replicas} | batch {plan.batch} x "
+        f"{plan.seq_len} tokens | "
         f"{settings.steps} steps",
     )
     for name, layer in plan.layers.items():
