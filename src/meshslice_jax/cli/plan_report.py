@@ -5,8 +5,10 @@ from rich.console import Console
 from meshslice_jax import algorithms
 from meshslice_jax.algorithms import layer_problems
 from meshslice_jax.autotune import MeshReport, TuneReport
+from meshslice_jax.autotune.finalists import Finalist
 from meshslice_jax.cli import common
 from meshslice_jax.cli.tables import megabytes, milliseconds, print_table
+from meshslice_jax.compiled.candidates import form_of
 from meshslice_jax.hardware import HardwareSpec
 from meshslice_jax.model_plan import ModelPlan, view
 from meshslice_jax.plan import GemmPlan
@@ -56,6 +58,41 @@ def print_tuned(console: Console, found: TuneReport, spec: HardwareSpec) -> None
     )
     _print_meshes(console, "runners-up", found.runners_up)
     _print_meshes(console, "rejected", found.rejected)
+
+
+def print_finalists(console: Console, ranked: list[Finalist], topology: str) -> None:
+    """Prints the meshes whose products were compiled, the best first, and its plan.
+
+    Args:
+      console: where to.
+      ranked: what `finalists.rank` found.
+      topology: what was compiled for.
+    """
+    console.print()
+    common.say(
+        console,
+        f"compiled for {topology}: projected ms are the compiler's schedules replayed on the "
+        "profile's links, nothing was measured",
+    )
+    rows = [
+        [
+            str(one.plan.mesh_shape),
+            milliseconds(one.modelled_s),
+            milliseconds(one.projected_s),
+            str(one.candidates),
+        ]
+        for one in ranked
+    ]
+    print_table(console, ("mesh", "modelled ms", "projected ms", "programs"), rows)
+    console.print()
+    best = ranked[0].plan
+    products = [
+        [layer, part, flow_of(own), own.algorithm, str(own.slice_count), form_of(own)]
+        for layer in best.layers
+        for part, own in vars(best.layers[layer]).items()
+    ]
+    columns = ("layer", "pass", "flow", "algorithm", "S", "form")
+    print_table(console, columns, products, title=f"the plan on {best.mesh_shape}")
 
 
 def plan_line(plan: ModelPlan) -> str:

@@ -8,10 +8,13 @@ from typing import Annotated
 import typer
 
 from meshslice_jax.autotune import TuneReport, tune_report
+from meshslice_jax.autotune.finalists import rank
 from meshslice_jax.cli import common, plan_report
+from meshslice_jax.compiled.compiler import Compiler, default_cache
+from meshslice_jax.compiled.topology import parse_topology
 from meshslice_jax.hardware import hardware_spec
 from meshslice_jax.mesh import parse_mesh_shape
-from meshslice_jax.model_plan import plan_to_json, save_plan
+from meshslice_jax.model_plan import ModelPlan, plan_to_json, save_plan
 from meshslice_jax.plan import GemmPlan
 
 _UNITS = {"": 1, "GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20}
@@ -65,6 +68,19 @@ def tune(
     allow_modelled: Annotated[
         bool, typer.Option(help="Let the block schedule use what only the model knows yet.")
     ] = False,
+    finalists: Annotated[
+        int | None,
+        typer.Option(
+            help="Compile this many of the best meshes for --topology; rank by that.", min=1
+        ),
+    ] = None,
+    topology: Annotated[
+        str | None, typer.Option(help="TPU topology of one replica, such as v4:4x8x8.")
+    ] = None,
+    slices: Annotated[
+        str, typer.Option(help="Slice counts that are compiled for MeshSlice.")
+    ] = "6,8",
+    limit: Annotated[float, typer.Option(help="Seconds that one compilation may take.")] = 300.0,
     out: Annotated[Path | None, typer.Option(help="Write the plan as JSON.")] = None,
     json: Annotated[
         Path | None, typer.Option(help="Write the plan and every mesh considered as JSON.")
@@ -72,33 +88,61 @@ def tune(
 ) -> None:
     """Find the fastest plan of a model's FC layers, forward and backward.
 
-    No device is touched. Every time is modelled on the profile that is printed.
+    No device is touched. Every time is modelled on the profile that is printed; with
+    --finalists the best meshes are compiled for a TPU topology (libtpu must be installed, no
+    TPU is needed), and the plan is the one whose schedules project to the least time.
     """
     with common.usage_errors():
         common.check_outputs(out, json)
-        found = tune_report(
-            _source(model, config),
-            chips,
-            hardware=hardware,
-            batch=batch,
-            seq_len=seq_len,
-            dtype=dtype,
-            reduce_dtype=reduce_dtype,
-            search=search,
-            data_parallel=_degree(data_parallel),
-            memory_limit_bytes=None if memory_limit is None else parse_bytes(memory_limit),
-            memory=memory,
-            algorithm=algorithm,
-            mesh_shape=None if mesh is None else parse_mesh_shape(mesh),
-            overrides=parse_overrides(override or []),
-            allow_modelled=allow_modelled,
-        )
-    plan_report.print_tuned(common.stdout(), found, hardware_spec(hardware))
+        if (finalists is None) != (topology is None):
+            raise ValueError("--finalists N and --topology NAME go together")
+        arguments = {
+            "hardware": hardware,
+            "batch": batch,
+            "seq_len": seq_len,
+            "dtype": dtype,
+            "reduce_dtype": reduce_dtype,
+            "search": search,
+            "data_parallel": _degree(data_parallel),
+            "memory_limit_bytes": None if memory_limit is None else parse_bytes(memory_limit),
+            "memory": memory,
+            "algorithm": algorithm,
+            "mesh_shape": None if mesh is None else parse_mesh_shape(mesh),
+            "overrides": parse_overrides(override or []),
+            "allow_modelled": allow_modelled,
+        }
+        source = _source(model, config)
+        found = tune_report(source, chips, **arguments)
+    console = common.stdout()
+    plan_report.print_tuned(console, found, hardware_spec(hardware))
+    plan = found.plan
+    if finalists is not None:
+        with common.usage_errors():
+            counts = common.positive_ints(slices, "--slices")
+            plan = _compiled(source, chips, topology, finalists, counts, limit, arguments)
     if out is not None:
-        save_plan(found.plan, out)
+        save_plan(plan, out)
         common.say(common.stdout(), f"\nplan written to {out}")
     if json is not None:
-        json.write_text(report_to_json(found))
+        json.write_text(report_to_json(dataclasses.replace(found, plan=plan)))
+
+
+def _compiled(source, chips, topology, count, slices, limit, arguments) -> ModelPlan:
+    """The best of the finalists, printed with the others."""
+    target = parse_topology(topology)
+    with Compiler(target, limit, default_cache()) as compiler:
+        ranked = rank(
+            source,
+            chips,
+            topology=target,
+            count=count,
+            compiler=compiler,
+            slice_counts=slices,
+            progress=lambda text: common.say(common.stderr(), text),
+            **arguments,
+        )
+    plan_report.print_finalists(common.stdout(), ranked, str(target))
+    return ranked[0].plan
 
 
 def _source(model: str | None, config: Path | None) -> str:
