@@ -19,6 +19,7 @@ from meshslice_jax.compiled.compiler import Compiler
 from meshslice_jax.compiled.jobs import Answer, BlockJob, ProbeJob, ProductJob
 from meshslice_jax.compiled.layout import lay_out
 from meshslice_jax.compiled.options import (
+    ASYNC_ALL_TO_ALLS,
     ASYNC_GATHERS,
     GSPMD_MODES,
     KEEP_SLICES,
@@ -244,6 +245,16 @@ def test_algorithms_without_a_forward_dataflow_are_left_out():
 def test_spaces_that_are_none(changes, telling):
     with pytest.raises(ValueError, match=telling):
         space(**changes)
+
+
+def test_options_of_a_layer_and_of_a_model_are_those_of_all_products():
+    plan = ms.GemmPlan(slice_count=4, reduce_scatter="all_to_all")
+    one, layer = compiler_options("tpu_v4", plan), compiler_options("tpu_v4", as_layer_plan(plan))
+    assert one == dict(ASYNC_GATHERS) and layer == one | dict(ASYNC_ALL_TO_ALLS)
+    native = compiler_options("tpu_v4", ms.tune("gpt3-125m", 4))
+    assert dict(ASYNC_GATHERS).items() <= native.items()
+    with pytest.raises(TypeError, match="plan must be a GemmPlan, a LayerPlan or a ModelPlan"):
+        compiler_options("tpu_v4", "meshslice")
 
 
 # --- studies, with answers from files --------------------------------------------------------

@@ -20,13 +20,14 @@ or `jax.jit(..., compiler_options=)`, and nobody sets them behind the user's bac
 
 import types
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 
 from meshslice_jax.compiled.compiler import Compiler
 from meshslice_jax.compiled.jobs import Options, ProbeJob
 from meshslice_jax.compiled.topology import GENERATIONS, Generation, Topology
 from meshslice_jax.dataflow import Dataflow
 from meshslice_jax.hardware import HardwareSpec, hardware_spec
-from meshslice_jax.plan import GemmPlan
+from meshslice_jax.plan import GemmPlan, LayerPlan
 
 #: v4: asynchronous all-gathers, one for each moving matrix.
 ASYNC_GATHERS = types.MappingProxyType(
@@ -70,7 +71,7 @@ def generation_of(hardware: str | HardwareSpec) -> Generation:
     )
 
 
-def compiler_options(hardware: str | HardwareSpec, plan: GemmPlan) -> Options:
+def compiler_options(hardware: str | HardwareSpec, plan) -> Options:
     """Options under which the TPU compiler overlaps what a plan means to overlap.
 
     Pass them to `jax.jit(f, compiler_options=...)` or to `lowered.compile(...)`; on other
@@ -78,13 +79,28 @@ def compiler_options(hardware: str | HardwareSpec, plan: GemmPlan) -> Options:
 
     Args:
       hardware: a TPU profile or its name, such as "tpu_v4".
-      plan: the plan of the product.
+      plan: a GemmPlan for its product; a LayerPlan or ModelPlan for a program of all of its
+        products.
 
     Raises:
       ValueError: hardware of no known TPU generation.
+      TypeError: not a plan.
     """
+    if isinstance(plan, GemmPlan):
+        return _of_product(generation_of(hardware), plan)
+    if isinstance(plan, LayerPlan):
+        return options_of_plans(hardware, (getattr(plan, f.name) for f in fields(plan)))
+    layers = getattr(plan, "layers", None)  # a ModelPlan; its room is above this one
+    if not isinstance(layers, Mapping):
+        raise TypeError(
+            f"plan must be a GemmPlan, a LayerPlan or a ModelPlan, got {type(plan).__name__}"
+        )
+    return options_of_plans(hardware, layers.values())
+
+
+def _of_product(generation: Generation, plan: GemmPlan) -> Options:
     found: Options = {}
-    if generation_of(hardware).name == "v4":
+    if generation.name == "v4":
         found |= ASYNC_GATHERS
     if plan.dataflow is Dataflow.OS:
         return found
@@ -95,7 +111,9 @@ def compiler_options(hardware: str | HardwareSpec, plan: GemmPlan) -> Options:
     return found
 
 
-def options_of_plans(hardware: str | HardwareSpec, plans: Iterable[GemmPlan]) -> Options:
+def options_of_plans(
+    hardware: str | HardwareSpec, plans: Iterable[GemmPlan | LayerPlan]
+) -> Options:
     """The options of all products of one program together."""
     found: Options = {}
     for plan in plans:
