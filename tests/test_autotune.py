@@ -608,3 +608,22 @@ def test_the_table_of_the_docs_is_made_of_comparisons():
     nothing = compare("gpt3-125m", 7)
     assert (nothing.paper_s, nothing.exact_s, nothing.gain) == (None, None, None)
     assert nothing.changes == "nothing fits"
+
+
+def test_hardware_that_waits_for_its_reduce_scatters_gets_other_forms():
+    """On v4 as compiled, every product whose output moves is scattered by sends or exchanges."""
+    nominal = tune("gpt3-175b", 16, mesh_shape=(4, 4))
+    compiled = tune("gpt3-175b", 16, mesh_shape=(4, 4), hardware="tpu_v4_compiled")
+    native = tune(
+        "gpt3-175b", 16, mesh_shape=(4, 4), hardware="tpu_v4_compiled",
+        overrides={name: {"reduce_scatter": "native"} for name in nominal.layers},
+    )  # fmt: skip
+    scattered = [
+        own
+        for layer in compiled.layers.values()
+        for own in vars(layer).values()
+        if own.algorithm == "meshslice" and own.dataflow is not Dataflow.OS
+    ]
+    assert scattered
+    assert {own.reduce_scatter for own in scattered} <= {"ring", "all_to_all"}
+    assert nominal.predicted.block_s <= compiled.predicted.block_s < native.predicted.block_s

@@ -66,6 +66,8 @@ def test_the_cases_cover_every_algorithm_and_pass():
         (hardware_spec("tpu_v4"), 1e-9),
         (hardware_spec("tpu_v4_paper_3"), 0.025),
         (hardware_spec("tpu_v5e"), 1e-9),
+        (hardware_spec("tpu_v4_compiled"), 1e-9),
+        (hardware_spec("tpu_v6e_compiled"), 1e-9),
     ],
     ids=lambda value: getattr(value, "name", None),
 )

@@ -3,7 +3,7 @@
 A schedule is a sequence of steps; what is inside a step runs at the same time. With
 one price per transfer and one per product, a step takes
 
-    step = max(transfers along row, transfers along col, product + stall)
+    step = max(transfers along row, transfers along col, product + stall + waits)
 
 and the steps follow one another. That is all: the paper's prologue, steady state and
 epilogue (MeshSlice, ISCA 2025, section 3.4), the collective that overlaps with
@@ -18,7 +18,8 @@ Prices (P chips along the axis, b bytes that one chip sends, r its rate):
     product                      max(FLOPs of whole tiles / rate, bytes / HBM) + launch
     stall                        contention x HBM bytes of the step's transfers / HBM
 
-The stall is what links take from a product's memory time when both run. A rate is that
+The stall is what links take from a product's memory time when both run; waits are the
+transfers beside which the hardware computes nothing (`HardwareSpec.synchronous`). A rate is that
 of both ring directions together, of one for one-way transfers and on a line. Bounds:
 no schedule of these transfers and products beats the busiest resource, and none is
 slower than everything in turn. (The same words as the JAX scaling book's.)
@@ -79,8 +80,8 @@ def seconds(schedule: Schedule, problem: GemmProblem, hardware: HardwareSpec) ->
     math = row = col = stalls = 0.0
     first, last = _overlap(schedule.steps)
     for index, (step, repeats) in enumerate(schedule.steps):
-        step_row, step_col, product, stall = step_parts(step, problem, hardware)
-        taken = repeats * max(step_row, step_col, product + stall)
+        step_row, step_col, product, stall, waits = step_parts(step, problem, hardware)
+        taken = repeats * max(step_row, step_col, product + stall + waits)
         phases[0 if index < first else 1 if index <= last else 2] += taken
         math += repeats * product
         row += repeats * step_row
@@ -113,18 +114,21 @@ def _overlap(steps: tuple[tuple[Step, int], ...]) -> tuple[int, int]:
 
 def step_parts(
     step: Step, problem: GemmProblem, hardware: HardwareSpec
-) -> tuple[float, float, float, float]:
-    """Seconds of a step's row transfers, col transfers, product, and its stall."""
-    overlapped = step.product is not None
+) -> tuple[float, float, float, float, float]:
+    """Seconds of a step's row transfers, col transfers, product, its stall, and its waits."""
     along = {"row": 0.0, "col": 0.0}
-    hbm_bytes = 0.0
+    hbm_bytes = waits = 0.0
     for transfer in step.transfers:
-        along[transfer.axis] += transfer_s(transfer, hardware, overlapped=overlapped)
-        hbm_bytes += transfer_hbm_bytes(transfer, hardware)
-    if not overlapped:
-        return along["row"], along["col"], 0.0, 0.0
+        waited = transfer.kind in hardware.synchronous
+        overlapped = step.product is not None and not waited
+        taken = transfer_s(transfer, hardware, overlapped=overlapped)
+        along[transfer.axis] += taken
+        waits += taken if waited else 0.0
+        hbm_bytes += transfer_hbm_bytes(transfer, hardware) if overlapped else 0.0
+    if step.product is None:
+        return along["row"], along["col"], 0.0, 0.0, waits
     stall = hardware.contention * hbm_bytes / hardware.hbm_bytes_per_s
-    return along["row"], along["col"], product_s(step.product, problem, hardware), stall
+    return along["row"], along["col"], product_s(step.product, problem, hardware), stall, waits
 
 
 def transfer_s(transfer: Transfer, hardware: HardwareSpec, *, overlapped: bool) -> float:

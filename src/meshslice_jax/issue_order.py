@@ -18,15 +18,26 @@ from meshslice_jax.timeline import RESOURCES
 LEAST_RATE = 0.05
 
 
-def resources(work: Product | Transfer) -> tuple[str, ...]:
-    """The MXU, or the links that a transfer occupies; one-way transfers use "-"."""
+def resources(work: Product | Transfer, synchronous: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """The MXU, or the links that a transfer occupies; one-way transfers use "-".
+
+    Args:
+      work: a product or transfer.
+      synchronous: kinds of transfers that occupy the MXU too: it waits for them.
+    """
     if isinstance(work, Product):
         return ("mxu",)
-    both = (f"{work.axis}+", f"{work.axis}-")
-    return both if work.directions == 2 else both[1:]
+    links = (f"{work.axis}+", f"{work.axis}-")
+    links = links if work.directions == 2 else links[1:]
+    return ("mxu", *links) if work.kind in synchronous else links
 
 
-def issue_order(tasks: tuple[Task, ...], prices: list[float], loads: list[float]) -> list[int]:
+def issue_order(
+    tasks: tuple[Task, ...],
+    prices: list[float],
+    loads: list[float],
+    synchronous: tuple[str, ...] = (),
+) -> list[int]:
     """The order in which one undisturbed chip starts its tasks.
 
     Whenever a resource is free, the first task in program order that has all it waits
@@ -36,6 +47,7 @@ def issue_order(tasks: tuple[Task, ...], prices: list[float], loads: list[float]
       tasks: in program order; `after` points backwards.
       prices: nominal seconds of each.
       loads: for each transfer, the share of its rate that it takes from a product.
+      synchronous: see `resources`.
     """
     waiting = [len(set(task.after)) for task in tasks]
     followers = collections.defaultdict(list)
@@ -48,7 +60,7 @@ def issue_order(tasks: tuple[Task, ...], prices: list[float], loads: list[float]
     order: list[int] = []
     while ready or running:
         for index in sorted(ready):
-            needed = resources(tasks[index].work)
+            needed = resources(tasks[index].work, synchronous)
             if not any(resource in running for resource in needed):
                 running |= dict.fromkeys(needed, index)
                 ready.remove(index)
@@ -69,16 +81,19 @@ def issue_order(tasks: tuple[Task, ...], prices: list[float], loads: list[float]
     return order
 
 
-def processing_order(tasks: tuple[Task, ...], issued: list[int]) -> Iterator[int]:
+def processing_order(
+    tasks: tuple[Task, ...], issued: list[int], synchronous: tuple[str, ...] = ()
+) -> Iterator[int]:
     """Issue order, with every transfer as early and every product as late as may be.
 
     Args:
       tasks: in program order.
       issued: from `issue_order`; each resource keeps its order.
+      synchronous: see `resources`.
     """
     queues = {resource: collections.deque() for resource in RESOURCES}
     for index in issued:
-        for resource in resources(tasks[index].work):
+        for resource in resources(tasks[index].work, synchronous):
             queues[resource].append(index)
     done = [False] * len(tasks)
 
@@ -86,7 +101,7 @@ def processing_order(tasks: tuple[Task, ...], issued: list[int]) -> Iterator[int
         if not queues[resource]:
             return None
         head = queues[resource][0]
-        in_line = all(queues[r][0] == head for r in resources(tasks[head].work))
+        in_line = all(queues[r][0] == head for r in resources(tasks[head].work, synchronous))
         return head if in_line and all(done[before] for before in tasks[head].after) else None
 
     left = len(tasks)
@@ -94,7 +109,7 @@ def processing_order(tasks: tuple[Task, ...], issued: list[int]) -> Iterator[int
         # The MXU is asked only when no link can go on.
         heads = (first_in_line(resource) for resource in (*RESOURCES[1:], RESOURCES[0]))
         chosen = next(head for head in heads if head is not None)
-        for resource in resources(tasks[chosen].work):
+        for resource in resources(tasks[chosen].work, synchronous):
             queues[resource].popleft()
         done[chosen] = True
         left -= 1

@@ -146,8 +146,8 @@ def run(
     cluster = _Cluster(graph=graph, spec=spec, faults=Wear(faults, shape), shape=shape)
     cluster.record = record
     loads = [_load_s(task.work, spec) / p for task, p in zip(graph.tasks, prices, strict=True)]
-    issued = issue_order(graph.tasks, prices, loads)
-    for index in processing_order(graph.tasks, issued):
+    issued = issue_order(graph.tasks, prices, loads, spec.synchronous)
+    for index in processing_order(graph.tasks, issued, spec.synchronous):
         if isinstance(graph.tasks[index].work, Product):
             cluster.multiply(index, prices[index])
         else:
@@ -170,7 +170,8 @@ def _nominal_s(graph: Graph, task: Task, spec: HardwareSpec) -> float:
     """Seconds of a task with nothing in its way."""
     if isinstance(task.work, Product):
         return product_s(task.work, graph.parts[task.part].problem, spec)
-    return transfer_s(task.work, spec, overlapped=task.overlapped)
+    overlapped = task.overlapped and task.work.kind not in spec.synchronous
+    return transfer_s(task.work, spec, overlapped=overlapped)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -249,7 +250,7 @@ class _Cluster:
     def _ready(self, index: int) -> np.ndarray:
         """Per chip: when a task's predecessors are complete and its resources free."""
         task = self.graph.tasks[index]
-        waits = [self.free[resource] for resource in resources(task.work)]
+        waits = [self.free[resource] for resource in resources(task.work, self.spec.synchronous)]
         waits += [self.ends[before] for before in task.after]
         ready = np.maximum.reduce(waits)
         for before in task.after:
@@ -277,7 +278,7 @@ class _Cluster:
 
     def _finish(self, index: int, start: np.ndarray, end: np.ndarray) -> None:
         task = self.graph.tasks[index]
-        used = resources(task.work)
+        used = resources(task.work, self.spec.synchronous)
         for resource in used:
             self.free[resource] = end
             self.busy[resource] = self.busy[resource] + (end - start)
@@ -315,7 +316,7 @@ class _Cluster:
 
 def _load_s(work: Product | Transfer, spec: HardwareSpec) -> float:
     """Seconds by which a transfer delays a product that runs beside all of it."""
-    if isinstance(work, Product):
+    if isinstance(work, Product) or work.kind in spec.synchronous:
         return 0.0
     return spec.contention * transfer_hbm_bytes(work, spec) / spec.hbm_bytes_per_s
 

@@ -37,6 +37,8 @@ TWO_D = ("collective", "meshslice", "wang", "summa", "cannon")
 #: Values that are tried for the fields that an algorithm reads. A chain of up to 64 chips
 #: is about as long as its best number of packets.
 OPTION_VALUES = {"ring": ("col", "row"), "packets": (1, 2, 4, 8, 16, 32, 64)}
+#: And where the hardware runs its own reduce-scatter beside nothing.
+SCATTER_FORMS = ("native", "ring", "all_to_all")
 #: Slices are made of blocks of at least this many indices: a TPU register holds 8 x 128, and
 #: cutting through it costs what the model does not price (MeshSlice, ISCA 2025, section 3.2).
 SMALLEST_BLOCK = 8
@@ -77,11 +79,13 @@ class Pins:
         common = {"slice_count": 1, "algorithm": algorithm, "dataflow": dataflow}
         return GemmPlan(**(dict(self.fields) | common))
 
-    def choices(self, algorithm: Algorithm) -> Iterator[dict[str, object]]:
+    def choices(
+        self, algorithm: Algorithm, tried: Mapping[str, tuple] = OPTION_VALUES
+    ) -> Iterator[dict[str, object]]:
         """Every setting of the options that the algorithm reads and nobody fixed."""
         fixed = dict(self.fields)
-        free = [f for f in algorithm.options if f in OPTION_VALUES and f not in fixed]
-        for values in itertools.product(*(OPTION_VALUES[field] for field in free)):
+        free = [f for f in algorithm.options if f in tried and f not in fixed]
+        for values in itertools.product(*(tried[field] for field in free)):
             yield dict(zip(free, values, strict=True))
 
 
@@ -145,6 +149,9 @@ class Pricer:
         """
         self.hardware = hardware
         self.common = tuple(dtype_plan.items())
+        self.options = OPTION_VALUES
+        if "reduce_scatter" in hardware.synchronous:
+            self.options = OPTION_VALUES | {"reduce_scatter": SCATTER_FORMS}
         self._best = {}
         self._priced = {}
         self._faults = {}
@@ -212,7 +219,7 @@ class Pricer:
         for name in pins.algorithms:
             algorithm = ALGORITHMS[name]
             base = Pins(pins.algorithms, self.common + pins.fields).plan(name, dataflow)
-            for choice in pins.choices(algorithm):
+            for choice in pins.choices(algorithm, self.options):
                 plan = dataclasses.replace(base, **choice)
                 if not self.faults(problem, plan, shape):
                     yield plan

@@ -25,6 +25,10 @@ HARDWARE = types.MappingProxyType(
             profiles.TPU_V4_PAPER_3,
             profiles.TPU_V4_PROTOTYPE,
             profiles.TPU_V4_LOWLAT,
+            profiles.TPU_V4_COMPILED,
+            profiles.TPU_V5E_COMPILED,
+            profiles.TPU_V5P_COMPILED,
+            profiles.TPU_V6E_COMPILED,
         )
     }
 )

@@ -54,6 +54,7 @@ def _nominal(
         "hbm_bytes_per_link_byte": "structure: one read and one write",
         "contention": "assumed: a product that is bound by its MXU leaves HBM to the links",
         "wrap_around": f"{_SCALING_BOOK}; vendor pages",
+        "synchronous": "nominal: everything overlaps",
     }
     return HardwareSpec(
         name=name,
@@ -180,6 +181,7 @@ TPU_V4_PAPER = HardwareSpec(
         Fact(field="hbm_bytes_per_link_byte", source="structure: one read and one write"),
         Fact(field="contention", source="structural choice: links and cores share HBM in turn"),
         Fact(field="wrap_around", source=f"2D torus: {_PAPER}"),
+        Fact(field="synchronous", source=f"everything overlaps: {_PAPER}"),
     ),
 )
 
@@ -263,4 +265,31 @@ TPU_V4_LOWLAT = _variant(
     gather_hop_s=2.7e-6,
     scatter_hop_s=2.7e-6,
     permute_hop_s=2.7e-6,
+)
+
+
+def _compiled(base: HardwareSpec, synchronous: tuple[str, ...], found: str) -> HardwareSpec:
+    """A nominal profile with what the compiler of today overlaps."""
+    facts = tuple(fact for fact in base.facts if fact.field != "synchronous")
+    source = f"{found}; read from schedules of libtpu 0.0.52 (docs/compiled_schedules.md)"
+    return dataclasses.replace(
+        base,
+        name=f"{base.name}_compiled",
+        synchronous=synchronous,
+        facts=(*facts, Fact(field="synchronous", source=source)),
+    )
+
+
+#: What the compilers of the generations overlap, with the options that help.
+TPU_V4_COMPILED = _compiled(
+    TPU_V4, ("reduce_scatter",), "gathers, permutes and all-to-alls run beside products"
+)
+TPU_V5E_COMPILED = _compiled(
+    TPU_V5E, ("reduce_scatter",), "gathers and permutes run beside products"
+)
+TPU_V5P_COMPILED = _compiled(
+    TPU_V5P, ("all_gather", "reduce_scatter"), "permutes and all-to-alls run beside products"
+)
+TPU_V6E_COMPILED = _compiled(
+    TPU_V6E, ("all_gather", "reduce_scatter"), "permutes and all-to-alls run beside products"
 )

@@ -76,6 +76,8 @@ class HardwareSpec:
       contention: share of the links' HBM time that stalls a product of the same step.
       wrap_around: which axis lengths are rings: "always", "axes_of_16",
         "multiples_of_4" or "never".
+      synchronous: kinds of transfers beside which the chip computes nothing ("all_gather",
+        "reduce_scatter", "all_to_all", "permute"): what its compiler does not overlap.
       facts: the source of each number.
 
     Raises:
@@ -103,6 +105,7 @@ class HardwareSpec:
     hbm_bytes_per_link_byte: float
     contention: float
     wrap_around: WrapAround
+    synchronous: tuple[str, ...] = ()
     facts: tuple[Fact, ...] = ()
 
     def __post_init__(self):
@@ -160,6 +163,8 @@ class HardwareSpec:
 
 
 def _shown(value) -> str:
+    if value == ():
+        return "none"
     if isinstance(value, tuple) and isinstance(value[0], tuple):
         return ", ".join(f"{dtype} {rate:g}" for dtype, rate in value)
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -194,6 +199,10 @@ _RULES = (
 )
 
 
+#: Kinds of transfers that a compiler may or may not run beside products.
+_KINDS = ("all_gather", "reduce_scatter", "all_to_all", "permute")
+
+
 def _faults(spec: HardwareSpec) -> list[str]:
     """Every field whose value no machine can have."""
     found = []
@@ -209,6 +218,10 @@ def _faults(spec: HardwareSpec) -> list[str]:
         found.append(f"mxu_tile must be three positive multiples, got {spec.mxu_tile}")
     if spec.wrap_around not in _WRAPS:
         found.append(f"wrap_around={spec.wrap_around!r} is not one of {', '.join(_WRAPS)}")
+    if strange := set(spec.synchronous) - set(_KINDS):
+        found.append(
+            f"synchronous names {', '.join(sorted(strange))}; kinds are {', '.join(_KINDS)}"
+        )
     unknown = {fact.field for fact in spec.facts} - {f.name for f in dataclasses.fields(spec)}
     if unknown:
         found.append(f"facts about unknown fields {', '.join(sorted(unknown))}")
@@ -216,7 +229,7 @@ def _faults(spec: HardwareSpec) -> list[str]:
 
 
 def spec_from_json(data: bytes | str, where: str = "JSON") -> HardwareSpec:
-    """Reads a spec; every field but `facts` must be there and no other may be.
+    """Reads a spec; every field but `facts` and `synchronous` must be there, and no other may be.
 
     Args:
       data: a JSON object with the fields of HardwareSpec.
@@ -235,7 +248,7 @@ def spec_from_json(data: bytes | str, where: str = "JSON") -> HardwareSpec:
     faults = []
     if unknown := sorted(raw.keys() - fields):
         faults.append(f"unknown fields {', '.join(unknown)}")
-    if missing := sorted(fields - {"facts"} - raw.keys()):
+    if missing := sorted(fields - {"facts", "synchronous"} - raw.keys()):
         faults.append(f"missing fields {', '.join(missing)}")
     if faults:
         raise ValueError(f"{where}: {'; '.join(faults)} (fields of HardwareSpec)")
