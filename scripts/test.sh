@@ -10,4 +10,4 @@ if [ "${1:-}" = "--quick" ]; then
     selection=()
     shift
 fi
-exec "$venv_python" -m pytest -n "${WORKERS:-2}" ${selection[@]+"${selection[@]}"} "$@"
+exec "$venv_python" -m pytest -n "${WORKERS:-2}" --dist worksteal ${selection[@]+"${selection[@]}"} "$@"
