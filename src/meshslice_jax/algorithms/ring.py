@@ -85,7 +85,7 @@ def _join(parts: list[jax.Array], dim: int) -> jax.Array:
 def _arrivals(x: jax.Array, job: Job, ringed: Mover):
     """Yields, product by product, the list of (part, first global index) that is at hand."""
     axis, form = job.axis(ringed.axis), job.plan.ring_form
-    if axis.size == 1:
+    if axis.size == 1 and form != "joined":
         yield [(x, 0)]
     elif form in ("joined", "halves"):
         steps, merged = _merged(job, axis.size)
