@@ -155,6 +155,27 @@ def test_check_accepts_exactly_what_runs(
         assert accepted == _traces(problem, plan, shape)
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    algorithm=st.sampled_from(["meshslice", "wang", "tp1d", "fsdp"]),
+    dataflow=st.sampled_from(list(ms.Dataflow)),
+    mesh=st.sampled_from([(1, 1), (1, 3), (2, 2), (2, 3), (4, 2)]),
+    extents=st.tuples(EXTENTS, EXTENTS, EXTENTS),
+    slice_count=st.integers(1, 4),
+    taper=st.sampled_from(["none", "head", "ends"]),
+    reduce_scatter=st.sampled_from(["native", "ring", "all_to_all"]),
+    scatter_group=st.sampled_from([1, 2]),
+    gather_order=st.sampled_from(["free", "ordered", "tied", "serial"]),
+    ring=st.sampled_from(["row", "col"]),
+    ring_form=st.sampled_from(["joined", "halves", "whole", "one_way"]),
+)
+def test_other_forms_that_check_accepts_run(mesh, extents, **fields):
+    plan = ms.GemmPlan(**fields)
+    problem, shape = GemmProblem(m=extents[0], n=extents[1], k=extents[2]), ms.MeshShape(*mesh)
+    if algorithms.fits(problem, plan, shape):
+        assert _traces(problem, plan, shape)
+
+
 def _traces(problem, plan, shape) -> bool:
     """Whether the unchecked kernel traces to the right shape and does all the FLOPs."""
     mesh = jax.sharding.AbstractMesh(shape, ("row", "col"))
