@@ -104,6 +104,18 @@ def test_stored_weights_train_with_data_parallel_replicas():
     compare(everything(plan, mesh)(LHS, ms.to_layout(jnp.asarray(RHS), plan, mesh=mesh)))
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_stored_weights_under_vmap_over_a_mesh_axis(layout):
+    mesh, plan = ms.make_mesh((2, 2, 2), ("data", "row", "col")), plan_of(layout, slice_count=3)
+    lhs, rhs = np.stack([LHS, 2 * LHS]), jnp.stack([jnp.asarray(RHS), 3 * RHS])
+
+    def product(a, b):
+        return ms.matmul(a, ms.to_layout(b, plan, mesh=mesh), plan, mesh=mesh)
+
+    found = jax.jit(jax.vmap(product, spmd_axis_name="data"))(lhs, rhs)
+    assert (np.asarray(found) == np.stack([LHS @ RHS, 6 * (LHS @ RHS)])).all()
+
+
 def test_natural_is_left_alone():
     plan = plan_of("natural")
     assert ms.to_layout(RHS, plan, mesh=ms.make_mesh((2, 2))) is RHS

@@ -203,7 +203,8 @@ def take_slice(
 ) -> jax.Array:
     """Every `slice_count`-th block of `block_size` indices, from block `slice_index` on.
 
-    With a `width` above 1 it is that many neighbouring slices in one.
+    With a `width` above 1 it is that many neighbouring slices in one; then, and only then,
+    the index has to be static.
     (MeshSlice, ISCA 2025, section 3.1: strided blocks, so that gathered slices of
     both operands hold the same global indices whatever the mesh shape.)
     """
@@ -217,7 +218,8 @@ def take_slice(
         stop = slice_index + width
         picked = lax.slice_in_dim(x.reshape(split), slice_index, stop, axis=dim + 1)
     else:
-        picked = lax.dynamic_slice_in_dim(x.reshape(split), slice_index, width, dim + 1)
+        # (A dynamic slice of width 1 loses axes on which it varies, under vmap in a loop.)
+        picked = lax.dynamic_index_in_dim(x.reshape(split), slice_index, dim + 1, keepdims=False)
     return picked.reshape(merged)
 
 

@@ -119,7 +119,7 @@ def _kept_piece(parts: tuple[jax.Array, ...], layout: str, units: int, index, st
     unit = whole.shape[0] // units
     if isinstance(start, int):
         return lax.slice_in_dim(whole, start * unit, (start + width) * unit)
-    return lax.dynamic_slice_in_dim(whole, start * unit, width * unit, 0)
+    return lax.dynamic_index_in_dim(whole.reshape(units, unit, -1), start, 0, keepdims=False)
 
 
 def _label(index) -> str:
