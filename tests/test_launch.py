@@ -132,7 +132,11 @@ time.sleep(60)
 """
     code = f"from meshslice_jax.launch import launch; launch({python(body)!r}, num_processes=2)"
     launcher = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [sys.executable, "-c", code],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        # A job in the background ignores SIGINT, and so would what it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     files = [tmp_path / "0", tmp_path / "1"]
     assert wait_until(lambda: all(file.exists() and file.read_text() for file in files), 30)
