@@ -130,13 +130,11 @@ def test_nothing_is_left_when_the_launcher_itself_is_ended(number, tmp_path):
 open({str(tmp_path)!r} + f"/{{me}}", "w").write(str(os.getpid()))
 time.sleep(60)
 """
-    code = f"from meshslice_jax.launch import launch; launch({python(body)!r}, num_processes=2)"
+    # A job in the background ignores SIGINT, and so would what it starts.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += f"from meshslice_jax.launch import launch; launch({python(body)!r}, num_processes=2)"
     launcher = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        # A job in the background ignores SIGINT, and so would what it starts.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        [sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     files = [tmp_path / "0", tmp_path / "1"]
     assert wait_until(lambda: all(file.exists() and file.read_text() for file in files), 30)
