@@ -207,7 +207,7 @@ def test_the_command_trains_saves_plots_and_resumes(tmp_path):
     saved = ["--checkpoint-dir", folder, "--checkpoint-every", 2]
     found = command(*SMALL, "--steps", 3, *saved, "--plot", plot, "--profile-dir", tmp_path / "p")
     assert found.exit_code == 0, found.output
-    for words in ("meshslice os", "unigram entropy of the text: 3.26", "validation loss: 5."):
+    for words in ("meshslice os", "unigram entropy of the text: 3.2", "validation loss: 5."):
         assert words in found.output
     assert plot.stat().st_size > 10_000 and any((tmp_path / "p").rglob("*.xplane.pb"))
     found = command(*SMALL, "--steps", 4, *saved, "--resume")
