@@ -127,7 +127,7 @@ def test_legal_slice_counts():
 EXTENTS = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 24])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     algorithm=st.sampled_from(sorted(ms.ALGORITHMS)),
     dataflow=st.sampled_from(list(ms.Dataflow)),

@@ -45,6 +45,7 @@ def bench(*arguments):
     return CliRunner().invoke(app, ["bench", "--repeats", "1", *map(str, arguments)])
 
 
+@pytest.mark.slow
 def test_every_pass_runs_the_plans_own_product_and_is_right(path, tmp_path):
     rows_path = tmp_path / "rows.json"
     result = bench("--plan", path, "--scale", 2, "--json", rows_path)

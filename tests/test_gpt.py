@@ -171,6 +171,7 @@ def test_loss_and_gradients_equal_those_of_a_dense_model(case):
     check_case(*case)
 
 
+@pytest.mark.slow
 def test_without_remat_and_scan():
     check_case((4, 1), PLAIN, {"dataflow": "rs"}, remat=False, unroll=2)
 

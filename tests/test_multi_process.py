@@ -42,6 +42,7 @@ def check_table(count, num_processes, devices_per_process, capsys):
     return found.pop()
 
 
+@pytest.mark.slow
 def test_products_and_gradients_in_two_processes_of_four_devices(capsys):
     count = check_table(1, 2, 4, capsys)
     assert count == len(ALGORITHMS) - 1  # Cannon needs a square mesh

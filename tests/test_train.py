@@ -100,6 +100,7 @@ def test_a_plan_is_one_under_which_attention_is_local():
 # --- the loss curve, checkpoints ----------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_checkpoint_resumes_on_other_meshes_with_other_algorithms(tmp_path):
     trainer = trainer_of((2, 4))
     told, said = {"model": "m"}, []
