@@ -125,6 +125,7 @@ def test_decisions_are_those_of_process_0_and_an_exception_ends_all(capsys):
     assert "[1] ValueError: rank one is broken" in errors
 
 
+@pytest.mark.slow
 def test_a_mesh_that_the_processes_cannot_fill_names_the_way_out(capsys):
     outcome, _, errors = run([*MESHSLICE, *BENCH], 2, 1, capsys)
     assert outcome.exit_code in (1, 2)  # told before it ends, or ended

@@ -176,6 +176,7 @@ def test_explain_takes_functions_and_says_where_a_profile_has_no_rate():
     assert "no rate" in out.getvalue() and found.rows[0].product.layer == ""
 
 
+@pytest.mark.slow
 def test_nnx_in_place_values_gradients_and_placements():
     def made():
         model = Nnx(nnx.Rngs(0))

@@ -174,6 +174,7 @@ def leftovers():
     return links, spaces, hosts
 
 
+@pytest.mark.slow
 @NEEDS_ROOT
 def test_a_measurement_leaves_records_and_no_network(tmp_path):
     path = tmp_path / "records.json"
