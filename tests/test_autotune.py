@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from meshslice_jax import algorithms
 from meshslice_jax.autotune import memory, overlap, replicas, search, space, tune, tune_report
 from meshslice_jax.autotune.compare import compare
-from meshslice_jax.autotune.product import OPTION_VALUES, TWO_D, Pins, Pricer, divisors
+from meshslice_jax.autotune.product import OPTION_VALUES, TWO_D, Pins, Pricer
 from meshslice_jax.autotune.relayout import placement, relayout_s
 from meshslice_jax.cost import seconds
 from meshslice_jax.dataflow import Contraction, Dataflow
 from meshslice_jax.gemm import matmul
 from meshslice_jax.hardware import HARDWARE
-from meshslice_jax.mesh import MeshShape, factorisations, make_mesh
+from meshslice_jax.mesh import MeshShape, divisors, factorisations, make_mesh
 from meshslice_jax.model_plan import PASSES, view
 from meshslice_jax.models import MODELS, fc_layers
 from meshslice_jax.plan import GemmPlan, LayerPlan

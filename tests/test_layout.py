@@ -116,6 +116,16 @@ def test_stored_weights_under_vmap_over_a_mesh_axis(layout):
     assert (np.asarray(found) == np.stack([LHS @ RHS, 6 * (LHS @ RHS)])).all()
 
 
+def test_an_empty_product_with_a_stored_weight_is_empty():
+    mesh, plan = ms.make_mesh((2, 4)), plan_of("sliced", "ls", slice_count=3)
+    stored = ms.to_layout(jnp.asarray(RHS), plan, mesh=mesh)
+    out, grads = jax.value_and_grad(
+        lambda rhs: ms.matmul(jnp.zeros((0, K)), rhs, plan, mesh=mesh).sum()
+    )(stored)
+    assert out == 0 and isinstance(grads, ms.StoredRhs)
+    assert not any(part.any() for part in grads.parts)
+
+
 def test_natural_is_left_alone():
     plan = plan_of("natural")
     assert ms.to_layout(RHS, plan, mesh=ms.make_mesh((2, 2))) is RHS

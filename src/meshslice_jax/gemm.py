@@ -93,8 +93,6 @@ def matmul(
     )
     site = find_site(mesh, plan.forward, (lhs, *jax.tree.leaves(rhs)))
     check_at(site, plan, problem)
-    empty = 0 in lhs.shape + rhs.shape
-    rhs, kept = _as_stored(rhs, plan.forward, site, empty)
     call = _Call(
         contraction=plan.forward.contraction,
         batched="m",
@@ -102,36 +100,14 @@ def matmul(
         site=site,
         out_dtype=problem.out_dtype,
         precision=_hashable(precision),
-        kept=kept,
+        kept=None if plan.forward.rhs_layout == "natural" else "rhs",
     )
-    lhs, rhs = call.place(lhs, "lhs"), call.place(rhs, "rhs")
-    if empty:  # nothing to move: an empty result, or a sum of no terms
+    if 0 in lhs.shape + rhs.shape:  # nothing to move: an empty result, or a sum of no terms
         return site.place(jnp.zeros((problem.m, problem.n), problem.out_dtype), call.spec("out"))
-    out = _product(call, lhs, rhs)
+    rhs = layout.as_parts(rhs, plan.forward, site)
+    out = _product(call, call.place(lhs, "lhs"), call.place(rhs, "rhs"))
     # A reshard to its own type accepts a cotangent of any type; custom_vjp does not.
     return site.reshard(out, jax.typeof(out).sharding.spec) if site.explicit else out
-
-
-def _as_stored(rhs, plan: GemmPlan, site: Site, empty: bool):
-    """The weight as its layout has it, and "rhs" if that is a tuple of arrays."""
-    if plan.rhs_layout == "natural" or empty:
-        if isinstance(rhs, StoredRhs):
-            raise ValueError(
-                f"rhs is stored {rhs.cut.layout!r}, but the plan has rhs_layout='natural'; pass "
-                "ms.from_layout(rhs), or the plan that it was stored for"
-            )
-        return rhs, None
-    if site.explicit:
-        raise NotImplementedError(
-            f"rhs_layout={plan.rhs_layout!r} on a mesh with Explicit axes; use a mesh with Auto "
-            "axes (ms.make_mesh), or rhs_layout='natural'"
-        )
-    cut = layout.cut_of(plan, rhs.shape, site.shape(plan))
-    if not isinstance(rhs, StoredRhs):
-        return cut.parts(rhs), "rhs"
-    if rhs.cut != cut:
-        raise ValueError(f"rhs is stored as {rhs.cut}, but the plan on this mesh needs {cut}")
-    return rhs.parts, "rhs"
 
 
 def check_at(site: Site, plan: LayerPlan, problem: GemmProblem) -> None:

@@ -19,15 +19,16 @@ Everything else stays natural: `placements`, a weight that is given to `matmul` 
 """
 
 import dataclasses
-import math
+import itertools
 
 import jax
 from jax import lax
 
-from meshslice_jax.algorithms.meshslice import units
+from meshslice_jax import collectives
+from meshslice_jax.algorithms.meshslice import block_of, units
 from meshslice_jax.mesh import MeshShape
 from meshslice_jax.plan import GemmPlan, LayerPlan, as_layer_plan
-from meshslice_jax.site import find_site
+from meshslice_jax.site import Site, find_site
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ class Cut:
       shape: (k, n) of the weight.
       turned: whether the streamed index is n, so that it is stored transposed.
       chips: chips along the mesh axis over which the streamed index is sharded.
-      blocks: strided blocks that a slice has on one chip.
+      block: consecutive indices of a unit.
       widths: of the slices, in units; see `algorithms.meshslice`.
     """
 
@@ -47,34 +48,32 @@ class Cut:
     shape: tuple[int, int]
     turned: bool
     chips: int
-    blocks: int
+    block: int
     widths: tuple[int, ...]
 
     def parts(self, rhs: jax.Array) -> tuple[jax.Array, ...]:
         """The stored arrays of a weight [k, n], or of anything that is stored like it."""
         whole = rhs.T if self.turned else rhs
         extent, other = whole.shape
-        pieces = sum(self.widths)
-        unit = extent // (self.chips * self.blocks * pieces)
-        split = whole.reshape(self.chips, self.blocks, pieces, unit, other)
-        slices = lax.split(split, self.widths, 2)
-        rows = [x.reshape(self.chips, x.size // (self.chips * other), other) for x in slices]
+        shards, pieces = whole.reshape(self.chips, extent // self.chips, other), sum(self.widths)
+        starts = itertools.accumulate(self.widths[:-1], initial=0)
+        rows = [
+            collectives.take_slice(shards, 1, pieces, self.block, start, width)
+            for start, width in zip(starts, self.widths, strict=True)
+        ]
         if self.layout == "permuted":
             rows = [lax.concatenate(rows, 1)]
         return tuple(x.reshape(x.shape[0] * x.shape[1], other) for x in rows)
 
     def whole(self, parts: tuple[jax.Array, ...]) -> jax.Array:
         """The inverse of `parts`."""
-        other, pieces = parts[0].shape[1], sum(self.widths)
+        extent, other = self.shape[self.turned], parts[0].shape[1]
         rows = [x.reshape(self.chips, x.shape[0] // self.chips, other) for x in parts]
-        unit = self.shape[self.turned] // (self.chips * self.blocks * pieces)
         if self.layout == "permuted":
-            rows = lax.split(rows[0], [self.blocks * width * unit for width in self.widths], 1)
-        split = [
-            x.reshape(self.chips, self.blocks, width, unit, other)
-            for x, width in zip(rows, self.widths, strict=True)
-        ]
-        whole = lax.concatenate(split, 2).reshape(self.shape[self.turned], other)
+            unit = extent // self.chips // sum(self.widths)
+            rows = lax.split(rows[0], [width * unit for width in self.widths], 1)
+        shards = collectives.put_slices(rows, 1, self.block, self.widths)
+        whole = shards.reshape(extent, other)
         return whole.T if self.turned else whole
 
 
@@ -111,18 +110,47 @@ def cut_of(plan: GemmPlan, shape: tuple[int, int], mesh_shape: MeshShape) -> Cut
     """How a weight is cut under a forward plan that fits it."""
     contraction = plan.contraction
     (mover,) = (mover for mover in contraction.movers if mover.role == "rhs")
-    extent, (_, widths) = shape[mover.dim], units(plan)
-    chips = mesh_shape.size(mover.axis)
-    local = math.gcd(extent // mesh_shape.rows, extent // mesh_shape.cols)
-    block = plan.block_size or local // sum(widths)
+    extent = shape[mover.dim]
     return Cut(
         layout=plan.rhs_layout,
         shape=tuple(shape),
         turned=mover.dim == 1,
-        chips=chips,
-        blocks=extent // (chips * sum(widths) * block),
-        widths=widths,
+        chips=mesh_shape.size(mover.axis),
+        block=block_of(plan, extent, *mesh_shape),
+        widths=units(plan)[1],
     )
+
+
+def as_parts(rhs, plan: GemmPlan, site: Site):
+    """A weight as a product takes it: the arrays of the plan's layout, or the weight itself.
+
+    Args:
+      rhs: [k, n], or what `to_layout` made of it.
+      plan: the forward plan, which fits it.
+      site: where the product runs.
+
+    Raises:
+      ValueError: it is stored for another plan or mesh.
+      NotImplementedError: a layout on a mesh with Explicit axes.
+    """
+    if plan.rhs_layout == "natural":
+        if isinstance(rhs, StoredRhs):
+            raise ValueError(
+                f"rhs is stored {rhs.cut.layout!r}, but the plan has rhs_layout='natural'; pass "
+                "ms.from_layout(rhs), or the plan that it was stored for"
+            )
+        return rhs
+    if site.explicit:
+        raise NotImplementedError(
+            f"rhs_layout={plan.rhs_layout!r} on a mesh with Explicit axes; use a mesh with Auto "
+            "axes (ms.make_mesh), or rhs_layout='natural'"
+        )
+    cut = cut_of(plan, rhs.shape, site.shape(plan))
+    if not isinstance(rhs, StoredRhs):
+        return cut.parts(rhs)
+    if rhs.cut != cut:
+        raise ValueError(f"rhs is stored as {rhs.cut}, but the plan on this mesh needs {cut}")
+    return rhs.parts
 
 
 def to_layout(rhs: jax.Array, plan: GemmPlan | LayerPlan, *, mesh=None) -> "jax.Array | StoredRhs":

@@ -53,9 +53,13 @@ def factorisations(num_chips: int) -> tuple[MeshShape, ...]:
     """All rows x cols with rows * cols = num_chips, by ascending rows."""
     if not 1 <= num_chips <= MOST_CHIPS:
         raise ValueError(f"num_chips must be at least 1 and at most {MOST_CHIPS}, got {num_chips}")
-    small = [r for r in range(1, math.isqrt(num_chips) + 1) if num_chips % r == 0]
-    rows = sorted({*small, *(num_chips // r for r in small)})
-    return tuple(MeshShape(r, num_chips // r) for r in rows)
+    return tuple(MeshShape(r, num_chips // r) for r in divisors(num_chips))
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending; none of 0."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
 
 
 def checked_shape(shape: tuple[int, int]) -> MeshShape:

@@ -13,7 +13,7 @@ import functools
 import math
 
 from meshslice_jax import algorithms
-from meshslice_jax.mesh import MeshShape
+from meshslice_jax.mesh import MeshShape, divisors
 from meshslice_jax.plan import GemmPlan, LayerPlan
 from meshslice_jax.problem import GemmProblem
 
@@ -43,7 +43,7 @@ def padded_extents(
         algorithms.check_problem(plan, safe, mesh_shape)
     found = []
     for label, extent, parts in (("m", m, replicas), ("n", n, 1), ("k", k, 1)):
-        shares = sorted({-(-extent // (q * parts)) * q for q in _divisors(enough)})
+        shares = sorted({-(-extent // (q * parts)) * q for q in divisors(enough)})
         found.append(
             next(
                 share * parts
@@ -75,8 +75,3 @@ def _enough_of(part: GemmPlan, shape: MeshShape) -> int:
         if algorithms.fits(GemmProblem(m=size, n=size, k=size), part, shape):
             return size
     return once
-
-
-def _divisors(number: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return [*small, *(number // d for d in small)]

@@ -1,7 +1,6 @@
 """The registry of algorithms, and the check that every plan passes first."""
 
 import dataclasses
-import math
 import types
 
 from meshslice_jax.algorithms.base import Algorithm, divisibility_faults
@@ -12,7 +11,7 @@ from meshslice_jax.algorithms.meshslice import MESHSLICE
 from meshslice_jax.algorithms.summa import SUMMA
 from meshslice_jax.algorithms.tp1d import TP1D
 from meshslice_jax.algorithms.wang import WANG
-from meshslice_jax.mesh import MeshShape, checked_shape, factorisations
+from meshslice_jax.mesh import MeshShape, checked_shape, divisors, factorisations
 from meshslice_jax.plan import GemmPlan, LayerPlan, as_layer_plan
 from meshslice_jax.problem import GemmProblem
 from meshslice_jax.schedule import Schedule
@@ -145,17 +144,13 @@ def legal_slice_counts(
 
 def _legal_slice_counts(problem: GemmProblem, plan: GemmPlan, shape: MeshShape) -> tuple[int, ...]:
     # Slices cut a local streamed extent, a ring or the panels of a mesh.
-    candidates = _divisors(problem.extent(plan.contraction.streamed)) | _divisors(shape.num_chips)
+    streamed = problem.extent(plan.contraction.streamed)
+    candidates = {*divisors(streamed), *divisors(shape.num_chips)}
     return tuple(
         count
         for count in sorted(candidates)
         if fits(problem, dataclasses.replace(plan, slice_count=count), shape)
     )
-
-
-def _divisors(number: int) -> set[int]:
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return {1, *small, *(number // d for d in small)}
 
 
 def _message(problem, plan, shape, found, name="forward") -> str:

@@ -38,8 +38,9 @@ class Job:
       precision: `lax.dot_general`'s precision for local products.
       widened: whether 16-bit operands are widened for the local product.
       rolled: whether slices run in a loop rather than unrolled.
-      exchanged: whether a reduce-scatter runs as an all-to-all and a sum, where the native
-        one can't be trusted (CPU processes).
+      exchanged: whether a native reduce-scatter runs as an all-to-all and a sum. Between
+        processes XLA:CPU's goes through gloo, which now and then returns wrong values for
+        megabytes, without an error (jax-ml/jax issue 40830).
       kept: the role that comes and goes in the plan's `rhs_layout`, as a tuple of arrays.
     """
 
@@ -92,10 +93,18 @@ class Job:
 
     def scatter(self, partial: jax.Array, mover: Mover) -> jax.Array:
         """Reduce-scatters a partial output along its axis; result in `out_dtype`."""
+        axis = self.axis(mover.axis)
+        if self.exchanged:
+            return self.exchange(partial, mover, axis.size)
         with jax.named_scope("scatter"):
             wire = partial.astype(self.wire_dtype)
-            move = collectives.exchange_sum if self.exchanged else collectives.reduce_scatter
-            summed = move(wire, self.axis(mover.axis), mover.dim)
+            return collectives.reduce_scatter(wire, axis, mover.dim).astype(self.out_dtype)
+
+    def exchange(self, partial: jax.Array, mover: Mover, group: int) -> jax.Array:
+        """The same among every `group` neighbours, by an all-to-all and a sum."""
+        with jax.named_scope("scatter"):
+            wire, axis = partial.astype(self.wire_dtype), self.axis(mover.axis)
+            summed = collectives.exchange_sum(wire, axis, mover.dim, group, self.accum_dtype)
             return summed.astype(self.out_dtype)
 
 

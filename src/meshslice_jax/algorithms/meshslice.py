@@ -46,14 +46,17 @@ def kernel(lhs: jax.Array, rhs: jax.Array, job: Job) -> jax.Array:
     operands = {"lhs": lhs, "rhs": rhs}
     out, (starts, widths) = job.output(), units(job.plan)
     count, total_units = len(widths), sum(widths)
-    block = job.plan.block_size or largest_block(operands, job)
+    block = _block(operands, job)
 
     def piece_of(mover: Mover, index) -> jax.Array:
         start, width = (starts[index], widths[index]) if isinstance(index, int) else (index, 1)
-        shard = operands[mover.role]
-        if mover.role == job.kept:
-            return _kept_piece(shard, job.plan.rhs_layout, total_units, index, start, width)
-        return collectives.take_slice(shard, mover.dim, total_units, block, start, width)
+        shard, long = operands[mover.role], block
+        if mover.role == job.kept and job.plan.rhs_layout == "sliced":
+            return shard[index]
+        if mover.role == job.kept:  # its slices lie one after the other: blocks of a whole unit
+            (shard,) = shard
+            long = shard.shape[mover.dim] // total_units
+        return collectives.take_slice(shard, mover.dim, total_units, long, start, width)
 
     def gathered(index, before=None) -> dict[str, jax.Array]:
         """The moving inputs of a slice; `before` is that of the slice before it."""
@@ -86,8 +89,10 @@ def kernel(lhs: jax.Array, rhs: jax.Array, job: Job) -> jax.Array:
             ahead = gathered(index + 1, current) if index + 1 < count else None
             results.append(multiply(current, index))
     if out is not None and job.kept == "out":
-        sliced = job.plan.rhs_layout == "sliced"
-        return tuple(results) if sliced else (lax.concatenate(results, out.dim),)
+        if job.plan.rhs_layout == "sliced":
+            return tuple(results)
+        long = results[0].shape[out.dim] // widths[0]
+        return (collectives.put_slices(results, out.dim, long, widths),)
     if out is not None:
         return collectives.put_slices(results, out.dim, block, widths)
     total = results[0]
@@ -109,17 +114,6 @@ def units(plan: GemmPlan) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def can_roll(plan: GemmPlan) -> bool:
     """Whether slices are alike: equally wide, and not in buffers of their own."""
     return plan.taper == "none" and plan.rhs_layout != "sliced"
-
-
-def _kept_piece(parts: tuple[jax.Array, ...], layout: str, units: int, index, start, width: int):
-    """A slice of a weight that is stored in slices (see `layout`)."""
-    if layout == "sliced":
-        return parts[index]
-    (whole,) = parts
-    unit = whole.shape[0] // units
-    if isinstance(start, int):
-        return lax.slice_in_dim(whole, start * unit, (start + width) * unit)
-    return lax.dynamic_index_in_dim(whole.reshape(units, unit, -1), start, 0, keepdims=False)
 
 
 def _label(index) -> str:
@@ -164,14 +158,24 @@ def _every_slot(first: jax.Array, dim: int, block: int, count: int) -> jax.Array
     return lax.broadcast_in_dim(first.reshape(split), slots, tuple(range(len(slots))))
 
 
-def largest_block(operands: dict[str, jax.Array], job: Job) -> int:
-    """The largest legal block size, from the local streamed extents of both movers."""
+def _block(operands: dict[str, jax.Array], job: Job) -> int:
+    """Consecutive indices of a unit, from the local streamed extent of an input."""
     mover = job.inputs()[0]
     shards = jax.tree.leaves(operands[mover.role])
     local = sum(shard.shape[mover.dim] for shard in shards)
-    streamed = local * job.axis(mover.axis).size
-    extent = math.gcd(streamed // job.row.size, streamed // job.col.size)
-    return extent // sum(units(job.plan)[1])
+    return block_of(job.plan, local * job.axis(mover.axis).size, job.row.size, job.col.size)
+
+
+def block_of(plan: GemmPlan, extent: int, rows: int, cols: int) -> int:
+    """Consecutive indices of a unit: the plan's block_size, or the largest legal one.
+
+    Args:
+      plan: the plan.
+      extent: global extent of the streamed index.
+      rows: chips along the plan's row axis.
+      cols: chips along its col axis.
+    """
+    return plan.block_size or math.gcd(extent // rows, extent // cols) // sum(units(plan)[1])
 
 
 def faults(problem: GemmProblem, plan: GemmPlan, shape: MeshShape) -> list[str]:
@@ -180,8 +184,7 @@ def faults(problem: GemmProblem, plan: GemmPlan, shape: MeshShape) -> list[str]:
     block = plan.block_size or 1
     if any(problem.extent(label) % size for size in shape):
         return []  # no local extents to cut; the divisibility fault says so
-    rings = "" if plan.reduce_scatter == "ring" else "reduce_scatter='ring'"
-    found = scatter.faults(problem, plan, shape, rings=rings) + in_line.faults(plan)
+    found = scatter.faults(plan, shape, "reduce_scatter", ("ring",)) + in_line.faults(plan)
     if plan.loop == "rolled" and not can_roll(plan):
         found.append(
             f"loop='rolled' runs slices that are alike: taper={plan.taper!r}, "

@@ -260,8 +260,7 @@ def _offsets(sizes: tuple[int, ...]) -> list[int]:
 def faults(problem: GemmProblem, plan: GemmPlan, view: MeshShape, ring_axis: str) -> list[str]:
     """A slice count that does not divide the ring, or a form that does not do what is asked."""
     ring, label, form = view.size(ring_axis), plan.contraction.streamed, plan.ring_form
-    rings = "" if form in _WHOLE else f"ring_form {' or '.join(map(repr, _WHOLE))}"
-    found = scatter.faults(problem, plan, view, rings=rings)
+    found = scatter.faults(plan, view, "ring_form", _WHOLE)
     if ring % plan.slice_count:
         found.append(f"slice_count {plan.slice_count} does not divide the ring of {ring} chips")
     elif plan.slice_count > 1 and form != "joined":

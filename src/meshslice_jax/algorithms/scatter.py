@@ -58,8 +58,7 @@ def product(operands: dict[str, jax.Array], moving: str, job: Job, turn: int = 0
     if axis.size == 1 or job.plan.reduce_scatter == "native":
         return job.scatter(job.dot(**operands), out)
     if job.plan.reduce_scatter == "all_to_all":
-        partial = job.dot(**operands).astype(job.wire_dtype)
-        return _exchanged(partial, out, job, axis.size).astype(job.out_dtype)
+        return job.exchange(job.dot(**operands), out, axis.size)
     return ring(operands, moving, job, balanced(axis.size // job.plan.scatter_group, turn))
 
 
@@ -107,27 +106,7 @@ def ring(
                 arrived = (collectives.shift(sent, axis, direction, group),)
         arrivals += arrived
     own = partial(0, tuple(arrivals))
-    if group > 1:
-        own = _exchanged(own.astype(job.wire_dtype), out, job, group)
-    return own.astype(job.out_dtype)
-
-
-def _exchanged(partial: jax.Array, out: Mover, job: Job, group: int) -> jax.Array:
-    """All-to-all among `group` neighbours along the output's axis, and the sum of what came.
-
-    Summed by an explicit tree, in the accumulation dtype: cheaper on TPUs than a reduction
-    over a new leading dimension.
-    """
-    with jax.named_scope("scatter"):
-        received = collectives.all_to_all(partial, job.axis(out.axis), out.dim, group)
-        parts = [
-            part.astype(job.accum_dtype)
-            for part in lax.split(received, [received.shape[out.dim] // group] * group, out.dim)
-        ]
-    while len(parts) > 1:
-        pairs = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)]
-        parts = pairs + parts[len(parts) // 2 * 2 :]
-    return parts[0]
+    return job.exchange(own, out, group) if group > 1 else own.astype(job.out_dtype)
 
 
 def transfers_of(
@@ -189,19 +168,20 @@ def chunked(product: Product, plan: GemmPlan, mover: Mover | None, view: MeshSha
     return dataclasses.replace(product, count=chunks, **{streamed: part})
 
 
-def faults(problem: GemmProblem, plan: GemmPlan, view: MeshShape, *, rings: str) -> list[str]:
-    """Groups that do not divide the scattered axis, or that a plan which rings nothing has.
+def faults(plan: GemmPlan, view: MeshShape, field: str, ringed: tuple[str, ...]) -> list[str]:
+    """Groups that do not divide the scattered axis, or of a plan that runs no ring over them.
 
     Args:
-      problem: the product.
-      plan: its plan.
+      plan: the plan of a product.
       view: the mesh as the algorithm sees it.
-      rings: what makes its plans scatter by a ring, for the message; "" where this one does.
+      field: the field of its plan that decides whether a moving output is ringed.
+      ringed: the values with which it is.
     """
     if plan.scatter_group == 1:
         return []
-    if rings:
-        return [f"scatter_group {plan.scatter_group} needs {rings}"]
+    if getattr(plan, field) not in ringed:
+        values = " or ".join(map(repr, ringed))
+        return [f"scatter_group {plan.scatter_group} needs {field} {values}"]
     out = [mover for mover in plan.contraction.movers if not mover.is_input]
     return [
         f"scatter_group {plan.scatter_group} does not divide the {view.size(mover.axis)} chips "

@@ -18,7 +18,6 @@ Two facts keep it short, and neither loses a better plan:
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator, Mapping
 
 from meshslice_jax import algorithms
@@ -27,7 +26,7 @@ from meshslice_jax.algorithms.base import Algorithm
 from meshslice_jax.cost import CostBreakdown, seconds
 from meshslice_jax.dataflow import Dataflow
 from meshslice_jax.hardware import HardwareSpec
-from meshslice_jax.mesh import MeshShape
+from meshslice_jax.mesh import MeshShape, divisors
 from meshslice_jax.plan import GemmPlan
 from meshslice_jax.problem import GemmProblem
 from meshslice_jax.schedule import Schedule
@@ -101,12 +100,6 @@ def faster(seconds: float, than: float) -> bool:
 def rounded(seconds: float) -> float:
     """A time without the digits that `faster` ignores, to sort by."""
     return float(f"{seconds:.9e}")
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
 
 
 def sliced(

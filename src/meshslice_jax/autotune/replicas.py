@@ -8,8 +8,8 @@ are the two axes of the smaller mesh: cutting a torus may cost them their rings.
 hides the all-reduce here. (It could run behind the next block's backward pass.)
 """
 
-from meshslice_jax.autotune.product import divisors
 from meshslice_jax.hardware import HardwareSpec
+from meshslice_jax.mesh import divisors
 from meshslice_jax.problem import GemmProblem
 
 
