@@ -119,6 +119,10 @@ def test_stored_weights_under_vmap_over_a_mesh_axis(layout):
 def test_an_empty_product_with_a_stored_weight_is_empty():
     mesh, plan = ms.make_mesh((2, 4)), plan_of("sliced", "ls", slice_count=3)
     stored = ms.to_layout(jnp.asarray(RHS), plan, mesh=mesh)
+    for shape in ((0, N), (K, 0)):
+        empty = ms.to_layout(jnp.zeros(shape), plan, mesh=mesh)
+        assert empty.shape == ms.from_layout(empty).shape == shape
+        assert not ms.matmul(jnp.ones((M, shape[0])), empty, plan, mesh=mesh).any()
     out, grads = jax.value_and_grad(
         lambda rhs: ms.matmul(jnp.zeros((0, K)), rhs, plan, mesh=mesh).sum()
     )(stored)
@@ -141,8 +145,25 @@ def test_errors_say_what_to_do():
         ms.matmul(LHS, stored, plan_of("sliced", slice_count=2), mesh=mesh)
     with pytest.raises(ValueError, match=r"rhs dimension k = 96 is not cut evenly into 7 parts"):
         ms.to_layout(RHS, plan_of("sliced", slice_count=7), mesh=mesh)
-    with pytest.raises(ValueError, match="with dataflow 'rs' it stays put"):
-        ms.matmul(LHS, RHS, plan_of("sliced", "rs"), mesh=mesh)
+    for call in (ms.to_layout, lambda rhs, plan, mesh: ms.matmul(LHS, rhs, plan, mesh=mesh)):
+        with pytest.raises(ValueError, match="with dataflow 'rs' it stays put"):
+            call(RHS, plan_of("sliced", "rs"), mesh=mesh)
+        with pytest.raises(ValueError, match="summa knows no rhs_layout 'sliced'"):
+            call(RHS, plan_of("sliced", algorithm="summa"), mesh=mesh)
+        with pytest.raises(TypeError, match=r"rhs must be a matrix \[k, n\], got shape \(96,\)"):
+            call(RHS[:, 0], plan, mesh=mesh)
+        with pytest.raises(TypeError, match="rhs must hold numbers, got dtype bool"):
+            call(RHS > 0, plan, mesh=mesh)
+    with pytest.raises(TypeError, match=r"is stored 'sliced' already; pass ms.from_layout"):
+        ms.to_layout(stored, plan, mesh=mesh)
+    with pytest.raises(TypeError, match="lhs is a stored weight; only rhs can be one"):
+        ms.matmul(stored, RHS, plan, mesh=mesh)
+    with pytest.raises(
+        TypeError, match=r"dot_general takes arrays; ms.matmul takes stored weights"
+    ):
+        ms.dot_general(plan, mesh=mesh)(LHS, stored, (((1,), (0,)), ((), ())))
+    with pytest.raises(TypeError, match="is a stack of stored weights"):
+        ms.matmul(LHS, jax.tree.map(lambda x: jnp.stack([x, x]), stored), plan, mesh=mesh)
     with pytest.raises(ValueError, match=r"collective knows no rhs_layout 'sliced'.*meshslice"):
         ms.check(plan_of("sliced", algorithm="collective"), M, N, K, (2, 4))
     with pytest.raises(ValueError, match=r"grad_lhs.slice_count is 6.*rhs_layout 'sliced' needs 3"):

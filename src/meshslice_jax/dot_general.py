@@ -28,6 +28,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshslice_jax import gemm, product_log
 from meshslice_jax.flatten import as_matrix, from_matrix
+from meshslice_jax.layout import StoredRhs
 from meshslice_jax.padding import padded_extents
 from meshslice_jax.plan import GemmPlan, LayerPlan, as_layer_plan
 from meshslice_jax.problem import GemmProblem
@@ -105,6 +106,11 @@ class DotGeneral:
           NotImplementedError: batch dimensions, an out_sharding that cannot be had here.
           ValueError: no mesh, or extents that the plan does not cut evenly.
         """
+        if isinstance(lhs, StoredRhs) or isinstance(rhs, StoredRhs):
+            raise TypeError(
+                "dot_general takes arrays; ms.matmul takes stored weights, and ms.from_layout "
+                "makes arrays of them"
+            )
         lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
         dense = functools.partial(
             lax.dot_general,

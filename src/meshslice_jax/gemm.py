@@ -23,10 +23,9 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from meshslice_jax import algorithms, compat, layout
 from meshslice_jax.algorithms.base import Job, wire_dtype
 from meshslice_jax.dataflow import Contraction
-from meshslice_jax.layout import StoredRhs
 from meshslice_jax.plan import GemmPlan, LayerPlan, as_layer_plan
 from meshslice_jax.problem import ROLES, GemmProblem, accumulation_dtype, promoted_dtype
-from meshslice_jax.site import Site, axes_in, find_site, spec_entry
+from meshslice_jax.site import Site, as_matrix, axes_in, find_site, spec_entry
 
 
 def placements(plan: GemmPlan | LayerPlan) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
@@ -76,8 +75,9 @@ def matmul(
       TypeError: operands that are not matrices of numbers, or not a plan.
     """
     plan = as_layer_plan(plan)
-    lhs = _as_matrix(lhs, "lhs")
-    rhs = rhs if isinstance(rhs, StoredRhs) else _as_matrix(rhs, "rhs")
+    if isinstance(lhs, layout.StoredRhs):
+        raise TypeError("lhs is a stored weight; only rhs can be one: ms.from_layout(lhs)")
+    lhs, rhs = as_matrix(lhs, "lhs"), as_matrix(rhs, "rhs")
     if lhs.shape[1] != rhs.shape[0]:
         raise ValueError(
             f"lhs[m={lhs.shape[0]}, k={lhs.shape[1]}] and rhs[k={rhs.shape[0]}, "
@@ -133,20 +133,6 @@ def of_one_replica(problem: GemmProblem, plan: LayerPlan, replicas: int) -> Gemm
             f"{replicas}; pad m or change batch_axes"
         )
     return dataclasses.replace(problem, m=problem.m // replicas)
-
-
-def _as_matrix(x, role: str) -> jax.Array:
-    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
-        x = jnp.asarray(x)
-    names = {"lhs": "[m, k]", "rhs": "[k, n]"}[role]
-    if x.ndim != 2:
-        raise TypeError(
-            f"{role} must be a matrix {names}, got shape {tuple(x.shape)}; flatten other "
-            "dimensions first, or use ms.dot_general"
-        )
-    if not jnp.issubdtype(x.dtype, jnp.number):
-        raise TypeError(f"{role} must hold numbers, got dtype {x.dtype}")
-    return x
 
 
 def _out_dtype(lhs, rhs, preferred) -> str:

@@ -24,11 +24,11 @@ import itertools
 import jax
 from jax import lax
 
-from meshslice_jax import collectives
+from meshslice_jax import algorithms, collectives
 from meshslice_jax.algorithms.meshslice import block_of, units
 from meshslice_jax.mesh import MeshShape
 from meshslice_jax.plan import GemmPlan, LayerPlan, as_layer_plan
-from meshslice_jax.site import Site, find_site
+from meshslice_jax.site import Site, as_matrix, find_site
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class Cut:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class StoredRhs:
     """A weight in the layout of a plan, on a mesh shape: what `to_layout` makes.
 
@@ -96,14 +96,12 @@ class StoredRhs:
         return self.cut.shape
 
     @property
-    def ndim(self) -> int:
-        """2."""
-        return 2
-
-    @property
     def dtype(self):
         """The dtype of its elements."""
         return self.parts[0].dtype
+
+    def __repr__(self) -> str:
+        return f"StoredRhs(shape={self.shape}, dtype={self.dtype}, cut={self.cut})"
 
 
 def cut_of(plan: GemmPlan, shape: tuple[int, int], mesh_shape: MeshShape) -> Cut:
@@ -149,7 +147,15 @@ def as_parts(rhs, plan: GemmPlan, site: Site):
     if not isinstance(rhs, StoredRhs):
         return cut.parts(rhs)
     if rhs.cut != cut:
-        raise ValueError(f"rhs is stored as {rhs.cut}, but the plan on this mesh needs {cut}")
+        raise ValueError(
+            f"rhs is stored as {rhs.cut}, but the plan on this mesh needs {cut}; store it anew: "
+            "ms.to_layout(ms.from_layout(rhs), plan, mesh=mesh)"
+        )
+    if stacked := [part.shape for part in rhs.parts if part.ndim != 2]:
+        raise TypeError(
+            f"rhs is a stack of stored weights (parts of shape {stacked[0]}); multiply by one at a "
+            "time, under jax.vmap or jax.lax.scan"
+        )
     return rhs.parts
 
 
@@ -166,11 +172,17 @@ def to_layout(rhs: jax.Array, plan: GemmPlan | LayerPlan, *, mesh=None) -> "jax.
       A pytree whose arrays are sharded like the weight: `matmul` takes it in its place.
 
     Raises:
-      ValueError: no mesh, or a weight that the plan's slices do not cut.
+      ValueError: no mesh, a plan that stores no weights, or a weight that its slices do not
+        cut.
+      TypeError: not a matrix of numbers, or one that is stored already.
     """
     plan = as_layer_plan(plan).forward
     if plan.rhs_layout == "natural":
         return rhs
+    if isinstance(rhs, StoredRhs):
+        raise TypeError(f"rhs is stored {rhs.cut.layout!r} already; pass ms.from_layout(rhs)")
+    algorithms.check_layout(plan)
+    rhs = as_matrix(rhs, "rhs")
     site = find_site(mesh, plan, (rhs,))
     shape = site.shape(plan)
     (mover,) = (mover for mover in plan.contraction.movers if mover.role == "rhs")

@@ -51,8 +51,8 @@ class GemmPlan:
       reduce_dtype: what a reduce-scatter carries between chips: "float32" (the
         accumulation dtype; rounded once) or "output" (the output's dtype, half
         the bytes for bfloat16, rounded per hop).
-      reduce_scatter: form of the reduce-scatter (MeshSlice, Wang): "native" is the
-        collective, "ring" fuses chains of sends into the products, "all_to_all" exchanges
+      reduce_scatter: form of the reduce-scatter (MeshSlice): "native" is the collective,
+        "ring" fuses chains of sends into the products, "all_to_all" exchanges
         and sums; see `algorithms.scatter`.
       scatter_group: with reduce_scatter="ring", chips of the scattered axis that all-to-all
         among themselves while the ring runs over the groups; 1 is a ring of all chips.

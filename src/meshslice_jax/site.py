@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -25,6 +26,25 @@ from meshslice_jax import compat
 from meshslice_jax.collectives import Axis
 from meshslice_jax.mesh import MeshShape
 from meshslice_jax.plan import GemmPlan
+
+
+def as_matrix(x, role: str):
+    """An operand as a matrix of numbers, or whatever has the shape and dtype of one.
+
+    Raises:
+      TypeError: it is none.
+    """
+    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+        x = jnp.asarray(x)
+    names = {"lhs": "[m, k]", "rhs": "[k, n]"}[role]
+    if len(x.shape) != 2:
+        raise TypeError(
+            f"{role} must be a matrix {names}, got shape {tuple(x.shape)}; flatten other "
+            "dimensions first, or use ms.dot_general"
+        )
+    if not jnp.issubdtype(x.dtype, jnp.number):
+        raise TypeError(f"{role} must hold numbers, got dtype {x.dtype}")
+    return x
 
 
 def axes_in(entry) -> tuple[str, ...]:

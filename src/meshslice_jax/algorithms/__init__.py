@@ -104,17 +104,7 @@ def check_problem(plan: LayerPlan, problem: GemmProblem, shape: MeshShape) -> No
             f"{algorithm.name} ({algorithm.summary}) has no forward product with dataflow "
             f"{forward.dataflow.value!r}; it has {legal}"
         )
-    if forward.rhs_layout != "natural" and "rhs_layout" not in algorithm.options:
-        raise ValueError(
-            f"{algorithm.name} knows no rhs_layout {forward.rhs_layout!r}: it is for "
-            f"{', '.join(n for n, a in ALGORITHMS.items() if 'rhs_layout' in a.options)}; use "
-            "'natural'"
-        )
-    if forward.rhs_layout != "natural" and forward.contraction.stationary == "rhs":
-        raise ValueError(
-            f"rhs_layout {forward.rhs_layout!r} is for a rhs that moves; with dataflow "
-            f"{forward.dataflow.value!r} it stays put: use 'natural'"
-        )
+    check_layout(forward)
     for name, part in layer_problems(problem, forward).items():
         part_plan = getattr(plan, name)
         if axis_names(part_plan) != axis_names(forward):
@@ -124,6 +114,27 @@ def check_problem(plan: LayerPlan, problem: GemmProblem, shape: MeshShape) -> No
             )
         if found := find_faults(part, part_plan, shape):
             raise ValueError(_message(part, part_plan, shape, found, name))
+
+
+def check_layout(plan: GemmPlan) -> None:
+    """Returns if a forward plan's weight can be stored as its `rhs_layout` says.
+
+    Raises:
+      ValueError: the algorithm knows no layouts, or the weight does not move.
+    """
+    if plan.rhs_layout == "natural":
+        return
+    if "rhs_layout" not in algorithm_of(plan).options:
+        raise ValueError(
+            f"{plan.algorithm} knows no rhs_layout {plan.rhs_layout!r}: it is for "
+            f"{', '.join(n for n, a in ALGORITHMS.items() if 'rhs_layout' in a.options)}; use "
+            "'natural'"
+        )
+    if plan.contraction.stationary == "rhs":
+        raise ValueError(
+            f"rhs_layout {plan.rhs_layout!r} is for a rhs that moves; with dataflow "
+            f"{plan.dataflow.value!r} it stays put: use 'natural'"
+        )
 
 
 def fits(problem: GemmProblem, plan: GemmPlan, shape: MeshShape) -> bool:

@@ -175,7 +175,8 @@ def block_of(plan: GemmPlan, extent: int, rows: int, cols: int) -> int:
       rows: chips along the plan's row axis.
       cols: chips along its col axis.
     """
-    return plan.block_size or math.gcd(extent // rows, extent // cols) // sum(units(plan)[1])
+    largest = math.gcd(extent // rows, extent // cols) // sum(units(plan)[1])
+    return plan.block_size or max(1, largest)  # 1 where there is nothing to cut
 
 
 def faults(problem: GemmProblem, plan: GemmPlan, shape: MeshShape) -> list[str]:

@@ -177,12 +177,18 @@ class Tuning:
         )
 
     def _misses(self, job: _Job, layer: str) -> MeshReport:
-        """The report of a mesh on which a layer does not run, or not within the limit."""
-        where = job.block.spaces[layer], job.block.problems[layer], job.shape, self.pricer
-        missed = layers.leanest_bytes(*where, job.limit)
-        if missed is None:
-            return _rejected(job.replicas, job.shape, f"{layer}: {layers.why_not(*where)}")
-        over, name = missed
+        """The report of a mesh on which a layer does not run, or some not within the limit.
+
+        Of those it names the one that misses the limit by most, so that so much more is enough.
+        """
+        misses = []
+        for one, problem in job.block.problems.items():
+            where = job.block.spaces[one], problem, job.shape, self.pricer
+            missed = layers.leanest_bytes(*where, job.limit)
+            if missed is None and one == layer:
+                return _rejected(job.replicas, job.shape, f"{layer}: {layers.why_not(*where)}")
+            misses += [] if missed is None else [(*missed, one)]
+        over, name, layer = max(misses)
         return _rejected(
             job.replicas,
             job.shape,
