@@ -27,60 +27,47 @@ def llama(layers: int):
     """The model, its sizes, and the inputs of its module."""
     from transformers import FlaxLlamaForCausalLM, LlamaConfig
 
-    shape = ms.ModelShape(
-        name="small-llama",
-        hidden=128,
-        heads=8,
-        kv_heads=8,
-        head_dim=16,
-        ffn=256,
-        layers=layers,
-        vocab=512,
-        gated=True,
-        tied_embeddings=False,
-        seq_len=SEQ_LEN,
-    )
-    config = LlamaConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.ffn,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        max_position_embeddings=shape.seq_len,
-    )
+    shape = _shape("small-llama", layers, ffn=256, gated=True, tied_embeddings=False)
     ids, mask, positions = _inputs(shape)
-    return FlaxLlamaForCausalLM(config, _do_init=False), shape, (ids, mask, positions)
+    model = FlaxLlamaForCausalLM(LlamaConfig(**_sizes(shape)), _do_init=False)
+    return model, shape, (ids, mask, positions)
 
 
 def bert(layers: int):
     """The model, its sizes, and the inputs of its module."""
     from transformers import BertConfig, FlaxBertModel
 
-    shape = ms.ModelShape(
-        name="small-bert",
+    shape = _shape("small-bert", layers, ffn=512, gated=False, tied_embeddings=True)
+    ids, mask, positions = _inputs(shape)
+    heads = np.ones((shape.layers, shape.heads), np.float32)
+    model = FlaxBertModel(BertConfig(**_sizes(shape)), _do_init=False)
+    return model, shape, (ids, mask, np.zeros_like(ids), positions, heads)
+
+
+def _shape(name: str, layers: int, **fields) -> ms.ModelShape:
+    return ms.ModelShape(
+        name=name,
         hidden=128,
         heads=8,
         kv_heads=8,
         head_dim=16,
-        ffn=512,
         layers=layers,
         vocab=512,
-        gated=False,
-        tied_embeddings=True,
         seq_len=SEQ_LEN,
+        **fields,
     )
-    config = BertConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.ffn,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        max_position_embeddings=shape.seq_len,
-    )
-    ids, mask, positions = _inputs(shape)
-    types = np.zeros_like(ids)
-    heads = np.ones((shape.layers, shape.heads), np.float32)
-    return FlaxBertModel(config, _do_init=False), shape, (ids, mask, types, positions, heads)
+
+
+def _sizes(shape: ms.ModelShape) -> dict[str, int]:
+    """The same as transformers calls it."""
+    return {
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "max_position_embeddings": shape.seq_len,
+    }
 
 
 def _inputs(shape: ms.ModelShape):

@@ -7,7 +7,32 @@ and for second = sum(gL ** 2) + sum(gR ** 2), with hats for derivatives by gL, g
     hL = D gR^^T + 2 D^ R^T,   hR = gL^^T D + 2 L^T D^
 """
 
+import jax
 import numpy as np
+
+import meshslice_jax as ms
+
+
+def everything(plan, mesh):
+    """(lhs, rhs) -> out, both gradients of sum(out ** 2), both second gradients.
+
+    A weight that is stored in parts has gradients in parts.
+    """
+
+    def loss(lhs, rhs):
+        out = ms.matmul(lhs, rhs, plan, mesh=mesh)
+        return (out**2).sum(), out
+
+    def second(lhs, rhs):
+        (_, out), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(lhs, rhs)
+        squares = [(x**2).sum() for x in jax.tree.leaves(grads)]
+        return sum(squares[1:], squares[0]), (out, *grads)
+
+    def function(lhs, rhs):
+        (_, first), found = jax.value_and_grad(second, (0, 1), has_aux=True)(lhs, rhs)
+        return (*first, *found)
+
+    return jax.jit(function)
 
 
 def derivatives(lhs: np.ndarray, rhs: np.ndarray) -> tuple[list[np.ndarray], int]:

@@ -72,6 +72,18 @@ def test_a_plan_of_finalists_is_a_plan(tmp_path):
     assert ms.load_plan(tmp_path / "plan.json") == one.plan
 
 
+def test_what_the_tuner_was_told_to_keep_is_kept():
+    override = {"out": ms.GemmPlan(algorithm="wang", ring="row")}
+    (one,) = rank(
+        Recorded((4, 4), "ring"), count=1, mesh_shape=(4, 4), algorithm="meshslice",
+        overrides=override,
+    )  # fmt: skip
+    for name, layer in one.plan.layers.items():
+        expected = "wang" if name == "out" else "meshslice"
+        assert {own.algorithm for own in vars(layer).values()} == {expected}
+    assert one.plan.layers["out"].forward.ring == "row"
+
+
 def test_topologies_that_do_not_fit_are_refused():
     compiler = Recorded((4, 4), "ring")
     with pytest.raises(ValueError, match=r"topology v4:4x4x1 has 16 chips, but a replica has 8"):

@@ -8,7 +8,7 @@ import pytest
 
 import cases
 import meshslice_jax as ms
-from reference import derivatives, small_integers
+from reference import derivatives, everything, small_integers
 
 
 @functools.cache
@@ -20,24 +20,6 @@ def operands(m: int, n: int, k: int):
     assert bound < 2**24
     assert all(x.any() for x in expected)
     return lhs, rhs, expected
-
-
-def everything(plan, mesh):
-    """(lhs, rhs) -> out, both gradients of sum(out ** 2), both second gradients."""
-
-    def loss(lhs, rhs):
-        out = ms.matmul(lhs, rhs, plan, mesh=mesh)
-        return (out**2).sum(), out
-
-    def second(lhs, rhs):
-        (_, out), (grad_lhs, grad_rhs) = jax.value_and_grad(loss, (0, 1), has_aux=True)(lhs, rhs)
-        return (grad_lhs**2).sum() + (grad_rhs**2).sum(), (out, grad_lhs, grad_rhs)
-
-    def function(lhs, rhs):
-        (_, first), found = jax.value_and_grad(second, (0, 1), has_aux=True)(lhs, rhs)
-        return (*first, *found)
-
-    return jax.jit(function)
 
 
 def check_case(case):

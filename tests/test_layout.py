@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import meshslice_jax as ms
-from reference import derivatives, small_integers
+from reference import derivatives, everything, small_integers
 
 M, N, K = 24, 48, 96
 LHS, RHS = small_integers(1, M, K, density=0.2), small_integers(2, K, N, density=0.2)
@@ -42,23 +42,6 @@ def cases():
             plan = plan_of(layout, dataflow, **form)
             found.append(pytest.param(plan, mesh, id=f"{dataflow}-{layout}-{mesh}-{name}"))
     return found
-
-
-def everything(plan, mesh):
-    def loss(lhs, rhs):
-        out = ms.matmul(lhs, rhs, plan, mesh=mesh)
-        return (out**2).sum(), out
-
-    def second(lhs, rhs):
-        (_, out), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(lhs, rhs)
-        squares = [(x**2).sum() for x in jax.tree.leaves(grads)]
-        return sum(squares[1:], squares[0]), (out, *grads)
-
-    def function(lhs, rhs):
-        (_, first), found = jax.value_and_grad(second, (0, 1), has_aux=True)(lhs, rhs)
-        return (*first, *found)
-
-    return jax.jit(function)
 
 
 def compare(found):

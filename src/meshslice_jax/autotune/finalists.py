@@ -7,7 +7,8 @@ The closed form hides what its schedule hides; the compiler hides what it can. S
 stays with the closed form, which prices thousands of plans in a second, and the choice among
 the last few, and of the forms that only the compiler tells apart, is left to compiled
 schedules. Dataflows, axes and meshes are the tuner's; algorithms, slices, tapers, forms of the
-reduce-scatter and layouts are the compiler's choice. Its times are projections, see
+reduce-scatter and layouts are the compiler's choice, but for a pinned algorithm and for layers with
+overrides, which are compiled as they are. Its times are projections, see
 `compiled.replay`; relayouts and the all-reduce of replicas keep their modelled times.
 """
 
@@ -93,7 +94,7 @@ def rank(
             slice_counts=tuple(slice_counts),
             option_sets=("tuned",),
         )
-        finalists.append(_compiled(plan, space, topology, compiler, progress))
+        finalists.append(_compiled(plan, space, topology, compiler, progress, arguments))
     fitting = [f for f in finalists if f.plan.predicted.memory_bytes <= found.memory_limit_bytes]
     if not fitting:
         raise ValueError(
@@ -128,8 +129,9 @@ def _on(topology: Topology, found, count: int) -> list[tuple[MeshShape, int]]:
     return lying[:count]
 
 
-def _compiled(plan: ModelPlan, space: Space, topology, compiler, progress) -> Finalist:
-    """The fastest plan on a mesh, layer by layer."""
+def _compiled(plan: ModelPlan, space: Space, topology, compiler, progress, arguments) -> Finalist:
+    """The fastest plan on a mesh, layer by layer; what `tune` was told to keep is kept."""
+    pinned, kept = arguments.get("algorithm"), arguments.get("overrides") or {}
 
     def told(row):
         outcome = row.reason if isinstance(row, run.Failed) else f"{row.projected_s * 1e3:.3f} ms"
@@ -142,7 +144,11 @@ def _compiled(plan: ModelPlan, space: Space, topology, compiler, progress) -> Fi
             topology=topology,
             layers={name: problem},
             plans={name: plan.layers[name]},
-            space=dataclasses.replace(space, algorithms=_beside(plan.layers[name].forward)),
+            space=dataclasses.replace(
+                space,
+                algorithms=(pinned,) if pinned else _beside(plan.layers[name].forward),
+            ),
+            as_planned=name in kept,
         )
         found = run.run(study, compiler, told)
         chosen = found.choices().get("tuned")

@@ -147,8 +147,8 @@ def of_plan(space: Space, plan: GemmPlan) -> list[Candidate]:
 def form_of(plan: GemmPlan) -> str:
     """What distinguishes plans of one algorithm and slice count."""
     read = algorithms.algorithm_of(plan).options
-    if "ring" in read:
-        words = [plan.ring_form, f"ring along {plan.ring}"]
+    if "ring_form" in read:
+        words = [plan.ring_form] + ([f"ring along {plan.ring}"] if "ring" in read else [])
     else:
         words = [] if plan.dataflow is Dataflow.OS else [plan.reduce_scatter]
         words += [f"tapered {plan.taper}"] if plan.taper != "none" else []
