@@ -54,8 +54,8 @@ def _move(problem: GemmProblem, inner: Contraction, mover: Mover, shape: MeshSha
             return collectives.gather(x, axis, mover.dim)
     else:
 
-        def move(x: jax.Array) -> jax.Array:
-            return collectives.exchange_sum(x, axis, mover.dim)  # as kernels do between processes
+        def move(x: jax.Array) -> jax.Array:  # as kernels do between processes
+            return collectives.exchange_sum(x, axis, mover.dim, axis.size, x.dtype)
 
     return move, [_local(inner, mover.role, extents)]
 
