@@ -12,7 +12,8 @@ import pytest
 from flax import linen, nnx
 
 import meshslice_jax as ms
-from meshslice_jax.nn import GPT, GPTBlock, LinenGPTBlock
+from meshslice_jax import compat
+from meshslice_jax.nn import GPT, GPTBlock, LinenGPTBlock, sharded
 from meshslice_jax.nn.gpt import apply_block
 from meshslice_jax.nn.layout import block_layout
 
@@ -252,6 +253,53 @@ def test_loss_and_embedding_gather_no_logits():
     assert shapes and all(
         int(np.prod([int(n) for n in s.split(",")])) < 8 * SEQ * 32 for s in shapes
     )
+
+
+@pytest.mark.parametrize("joined", [False, True], ids=["one process", "several"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_embedding_reduce_scatters_but_between_processes_it_exchanges(
+    monkeypatch, joined, dtype
+):
+    """Forward and transposed, bit for bit: integers, of which bfloat16 holds the sums."""
+    monkeypatch.setattr(compat, "has_joined", lambda: joined)
+    plan = plan_of((2, 4))
+    layout = block_layout(plan, mesh_of(plan))
+    random, tokens = np.random.default_rng(0), TOKENS[:, :-1]
+    table = random.integers(-3, 4, (32, 32)).astype(dtype)
+    ct = random.integers(-1, 2, (*tokens.shape, 32)).astype(dtype)
+
+    def both(table, ct):
+        rows, transposed = jax.vjp(lambda table: sharded.embed(tokens, table, layout), table)
+        return rows, *transposed(ct)
+
+    step = jax.jit(both).lower(table, ct).compile()
+    rows, gradient = (np.asarray(x) for x in step(table, ct))
+    assert (rows == table[tokens]).all()
+    sums = np.zeros((32, 32), np.float32)
+    np.add.at(sums, tokens, ct.astype(np.float32))
+    assert abs(sums).max() < 256 and (gradient == sums.astype(dtype)).all()
+    kinds = collectives(step)
+    assert ("reduce-scatter" in kinds, "all-to-all" in kinds) == (not joined, joined)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["os, sliced", "twins, rs and ls in one block, relayouts"])
+def test_between_processes_nothing_in_a_loss_and_its_gradient_reduce_scatters(monkeypatch, case):
+    mesh_shape, model, fields = QUICK[case]
+    monkeypatch.setattr(compat, "has_joined", lambda: True)
+    jax.clear_caches()  # products that were traced in one process
+    plan = plan_of(mesh_shape, model, **fields)
+    graph, weights = nnx.split(GPT(plan, mesh_of(plan), rngs=nnx.Rngs(3)), nnx.Param)
+
+    def loss(weights, tokens):
+        return nnx.merge(graph, weights).loss(tokens[:, :-1], tokens[:, 1:])
+
+    step = jax.jit(jax.value_and_grad(loss)).lower(weights, TOKENS).compile()
+    jax.clear_caches()
+    assert "reduce-scatter" not in step.as_text() and collectives(step)["all-to-all"] > 0
+    value, gradient = step(weights, TOKENS)
+    found = float(value), jax.tree.map(np.asarray, nnx.to_pure_dict(gradient))
+    assert_close(found, reference(model), 2e-5)
 
 
 # --- linen --------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ An `Axis` is a direction of the mesh with its mesh axis names (several when the
 here is static. No move is ever traced over an axis of size 1.
 
     gather, reduce_scatter   the collectives
+    exchange_sum             a reduce-scatter by other means, where `exchanges` says so
     all_to_all               every chip sends each other one its part
     shift                    every chip sends to a neighbour on the ring
     broadcast, reduce        a chain of neighbour sends from or to one chip
@@ -13,11 +14,14 @@ here is static. No move is ever traced over an axis of size 1.
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from meshslice_jax import compat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +55,15 @@ def reduce_scatter(x: jax.Array, axis: Axis, dim: int) -> jax.Array:
     return lax.psum_scatter(x, axis.names, scatter_dimension=dim, tiled=True)
 
 
+def exchanges(platform: str) -> bool:
+    """Whether a reduce-scatter on a platform has to run as `exchange_sum`.
+
+    Between processes XLA:CPU's goes through gloo, which now and then returns wrong values for
+    megabytes, without an error (jax-ml/jax issue 40830).
+    """
+    return platform == "cpu" and compat.has_joined()
+
+
 def exchange_sum(x: jax.Array, axis: Axis, dim: int, group: int, dtype) -> jax.Array:
     """What a reduce-scatter among every `group` neighbours gives, by an all-to-all and a sum.
 
@@ -66,6 +79,23 @@ def exchange_sum(x: jax.Array, axis: Axis, dim: int, group: int, dtype) -> jax.A
         pairs = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)]
         parts = pairs + parts[len(parts) // 2 * 2 :]
     return parts[0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gather_exchanged(x: jax.Array, axis: Axis, dim: int) -> jax.Array:
+    """`gather`, whose transpose is `exchange_sum` in float32 instead of a reduce-scatter."""
+    return gather(x, axis, dim)
+
+
+def _gather_forward(x: jax.Array, axis: Axis, dim: int):
+    return gather(x, axis, dim), None
+
+
+def _gather_backward(axis: Axis, dim: int, _, ct: jax.Array):
+    return (exchange_sum(ct, axis, dim, axis.size, jnp.float32).astype(ct.dtype),)
+
+
+gather_exchanged.defvjp(_gather_forward, _gather_backward)
 
 
 def all_to_all(x: jax.Array, axis: Axis, dim: int, group: int) -> jax.Array:

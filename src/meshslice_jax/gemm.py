@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from meshslice_jax import algorithms, compat, layout
+from meshslice_jax import algorithms, collectives, compat, layout
 from meshslice_jax.algorithms.base import Job, wire_dtype
 from meshslice_jax.dataflow import Contraction
 from meshslice_jax.plan import GemmPlan, LayerPlan, as_layer_plan
@@ -235,7 +235,7 @@ def _kernel(call: _Call, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         # XLA:CPU (jaxlib 0.12) refuses some bfloat16 x bfloat16 = float32 products.
         widened=site.platform == "cpu",
         kept=call.kept,
-        exchanged=site.platform == "cpu" and compat.has_joined(),
+        exchanged=collectives.exchanges(site.platform),
         rolled=plan.loop == "rolled" or (plan.loop == "auto" and site.platform != "tpu"),
     )
 

@@ -38,9 +38,8 @@ class Job:
       precision: `lax.dot_general`'s precision for local products.
       widened: whether 16-bit operands are widened for the local product.
       rolled: whether slices run in a loop rather than unrolled.
-      exchanged: whether a native reduce-scatter runs as an all-to-all and a sum. Between
-        processes XLA:CPU's goes through gloo, which now and then returns wrong values for
-        megabytes, without an error (jax-ml/jax issue 40830).
+      exchanged: whether a native reduce-scatter runs as an all-to-all and a sum; see
+        `collectives.exchanges`.
       kept: the role that comes and goes in the plan's `rhs_layout`, as a tuple of arrays.
     """
 

@@ -23,6 +23,7 @@ from collections.abc import Callable
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from meshslice_jax.collectives import Axis
 from meshslice_jax.dot_general import dot_general
 from meshslice_jax.gemm import placements
 from meshslice_jax.model_plan import ModelPlan
@@ -61,7 +62,12 @@ class BlockLayout:
 
     def size(self, entry) -> int:
         """The number of shards that an entry of a PartitionSpec makes."""
-        return math.prod(self.mesh.shape[axis] for axis in axes_in(entry))
+        return self.axis(entry).size
+
+    def axis(self, entry) -> Axis:
+        """The mesh axes of an entry of a PartitionSpec as one direction."""
+        names = axes_in(entry)
+        return Axis(names, tuple(self.mesh.shape[name] for name in names))
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         """A PartitionSpec on this mesh."""

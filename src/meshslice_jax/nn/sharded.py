@@ -7,7 +7,8 @@ block are those written here:
                    backward: one more like it, and the sums of scale and bias over tokens
     attention      none
     embed          gathers the table's columns over the token axes, reduce-scatters the
-                   found rows over the feature axes (each is found on one chip)
+                   found rows over the feature axes (each is found on one chip); backward
+                   the other way round
     cross_entropy  three numbers a token over the vocabulary's axes (maximum, sum of
                    exponentials, the target's logit), and the mean: logits stay where they are
 
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from meshslice_jax import compat
+from meshslice_jax import collectives, compat
 from meshslice_jax.nn.layout import BlockLayout
 from meshslice_jax.site import axes_in
 
@@ -105,18 +106,22 @@ def embed(tokens: jax.Array, table: jax.Array, layout: BlockLayout) -> jax.Array
     """
     place, features = layout.stream
     columns = layout.within_replica(place)
-    axes = axes_in(features)
+    token_axis, feature_axis = layout.axis(columns), layout.axis(features)
+    exchanged = collectives.exchanges(compat.platform_of(layout.mesh))
+    gather = collectives.gather_exchanged if exchanged else collectives.gather
+
+    def scatter(part):
+        if exchanged:
+            return collectives.exchange_sum(part, feature_axis, 2, feature_axis.size, part.dtype)
+        return collectives.reduce_scatter(part, feature_axis, 2)
 
     def local(tokens, table):
-        if columns is not None:
-            table = lax.all_gather(table, axes_in(columns), axis=1, tiled=True)
-        if not axes:
-            return table[tokens]
-        index = tokens - lax.axis_index(axes) * table.shape[0]
+        table = gather(table, token_axis, 1)
+        index = tokens - feature_axis.index() * table.shape[0]
         mine = (index >= 0) & (index < table.shape[0])
         rows = table[jnp.where(mine, index, 0)]
         part = jnp.where(mine[..., None], rows, jnp.zeros_like(rows))
-        return lax.psum_scatter(part, axes, scatter_dimension=2, tiled=True)
+        return scatter(part)
 
     with jax.named_scope("embed"):
         return jax.shard_map(
