@@ -377,6 +377,7 @@ def test_pins_of_the_axes_choose_the_twin():
         ({"overrides": {"qkv": {"batch_axes": ("d",)}}}, r"batch_axes \('d',\); the mesh of one"),
         ({"overrides": {"qkv": {"ring": "up"}}}, "ring='up' is not one of"),
         ({"hardware": "tpu_v9"}, "unknown hardware 'tpu_v9'"),
+        ({"seq_len": 4096}, "seq_len 4096 is more than the 2048 positions that model 'gpt3-125m'"),
     ],
 )
 def test_arguments_that_cannot_be_right(arguments, words):
@@ -387,6 +388,14 @@ def test_arguments_that_cannot_be_right(arguments, words):
 def test_an_override_of_the_wrong_kind():
     with pytest.raises(TypeError, match="must be a LayerPlan, a GemmPlan or a mapping"):
         tune("gpt3-125m", 16, overrides={"qkv": "os"})
+
+
+def test_a_sequence_is_as_long_as_the_model_allows():
+    short = dataclasses.replace(TINY, seq_len=256)
+    assert tune(short, 4).seq_len == 256
+    assert tune(TINY, 4).seq_len == 2048
+    rotary = dataclasses.replace(GATED, seq_len=256)
+    assert tune(rotary, 4, seq_len=512).seq_len == 512
 
 
 def test_both_front_doors_have_the_same_defaults():
@@ -408,7 +417,39 @@ def test_a_prime_number_of_chips_is_explained_mesh_by_mesh():
         assert "is not divisible by mesh axis" in line
         assert "of size 7" in line
         assert "cannon" not in line  # what all algorithms share is enough
-    assert "ways out" in text
+    assert text.endswith("ways out: 6 chips; or 8 chips; or data_parallel 7 with batch 7")
+    for chips in (6, 8):
+        assert tune("gpt3-175b", chips).num_chips == chips
+    assert tune("gpt3-175b", 7, data_parallel=7, batch=7).mesh_shape == (1, 1)
+
+
+def test_pins_that_are_to_blame_are_named():
+    with pytest.raises(ValueError, match=r"ways out: without algorithm$"):
+        tune("gpt3-125m", 6, algorithm="cannon")
+
+
+@pytest.mark.parametrize("search_", ["exact", "paper"])
+def test_a_limit_below_the_shards_names_what_would_fit(search_):
+    def with_(chips=4, limit=8 * 10**5, **changed):
+        sizes = {"batch": 8, "seq_len": 512} | changed
+        return tune(TINY, chips, memory_limit_bytes=limit, search=search_, **sizes)
+
+    with pytest.raises(ValueError, match="shards alone") as told:
+        with_()
+    ways = str(told.value).splitlines()[-1]
+    least, shape = re.search(
+        r"a memory limit of ([\d,]+) bytes, the smallest that works \(on (\dx\d)\)", ways
+    ).groups()
+    least = int(least.replace(",", ""))
+    assert str(with_(limit=least).mesh_shape) == shape
+    with pytest.raises(ValueError, match="its leanest plan is 1 bytes over"):
+        with_(limit=least - 1)
+    batch, seq_len, chips = map(
+        int,
+        re.search(r"batch (\d+); or seq_len (\d+); or (\d+) chips with batch 8", ways).groups(),
+    )
+    for changed in ({"batch": batch}, {"seq_len": seq_len}, {"chips": chips}):
+        assert with_(**changed).predicted.memory_bytes <= 8 * 10**5
 
 
 def test_a_slice_count_that_fits_nowhere_is_explained():
@@ -423,27 +464,25 @@ def test_cannon_rejects_all_but_square_meshes():
 
 
 def test_a_limit_that_nothing_meets_says_by_how_many_bytes():
-    """fc_block of GPT-3 on 256 chips: lhs 7 H m and twice 12 H^2 weights, in bfloat16."""
-    h, m = 12288, 128 * 2048
-    shards = (2 * 7 * h * m + 2 * 2 * 12 * h * h) // 256
-    with pytest.raises(ValueError, match=f"{shards:,} bytes of a chip, {shards - 10**8:,} over"):
-        tune("gpt3-175b", 256, memory_limit_bytes=10**8)
+    """fc_block of a GPT on 4 chips: lhs 7 H m and twice 12 H^2 weights, in bfloat16."""
+    h, m = 64, 2 * 2048
+    shards = (2 * 7 * h * m + 2 * 2 * 12 * h * h) // 4
+    with pytest.raises(ValueError, match=f"{shards:,} bytes of a chip, {shards - 10**5:,} over"):
+        tune(TINY, 4, memory_limit_bytes=10**5)
 
 
 def test_a_limit_between_shards_and_the_leanest_plan_names_layer_and_pass():
-    shards = memory.resident_bytes(
-        "fc_block", MODELS["gpt3-125m"], fc_layers(MODELS["gpt3-125m"], 8 * 2048), 16
-    )
+    shards = memory.resident_bytes("fc_block", TINY, fc_layers(TINY, 2 * 2048), 4)
     # The worst product is named: that much more is what fits, and a byte less is not.
     with pytest.raises(ValueError) as told:
-        tune("gpt3-125m", 16, memory_limit_bytes=shards + 1)
+        tune(TINY, 4, memory_limit_bytes=shards + 1)
     found = re.findall(
         r"ff\d \w+ \(fc_block\): its leanest plan is ([\d,]+) bytes", str(told.value)
     )
     least = shards + 1 + min(int(over.replace(",", "")) for over in found)
-    assert tune("gpt3-125m", 16, memory_limit_bytes=least).predicted.memory_bytes <= least
+    assert tune(TINY, 4, memory_limit_bytes=least).predicted.memory_bytes <= least
     with pytest.raises(ValueError, match="its leanest plan is 1 bytes over"):
-        tune("gpt3-125m", 16, memory_limit_bytes=least - 1)
+        tune(TINY, 4, memory_limit_bytes=least - 1)
 
 
 @pytest.mark.parametrize("share", [0.95, 0.8, 0.7])

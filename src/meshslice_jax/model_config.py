@@ -90,6 +90,7 @@ def _read_gpt2(config: _Fields) -> ModelShape:
         gated=False,
         tied_embeddings=config.flag("tie_word_embeddings", True),
         seq_len=config.size("n_positions"),
+        positions="learned",
         qkv_layout="fused",
         source=os.fspath(config.path),
     )

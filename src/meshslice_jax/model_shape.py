@@ -40,12 +40,15 @@ class ModelShape:
       gated: whether the MLP is gated (gate and up), as in Llama.
       tied_embeddings: whether the output layer shares the embedding table.
       seq_len: the sequence length that the model was trained with.
+      positions: "learned", a table of seq_len positions, so that no sequence can be longer; or
+        "rotary", computed for any length.
       qkv_layout: how its public checkpoints store the attention inputs: "fused"
         (q | k | v side by side in one matrix) or "split" (one matrix each).
       source: where the numbers come from.
 
     Raises:
-      ValueError: a size that is not positive, or kv_heads that do not divide heads.
+      ValueError: a size that is not positive, kv_heads that do not divide heads, or a word
+        that is none of a field's.
     """
 
     name: str
@@ -59,6 +62,7 @@ class ModelShape:
     gated: bool
     tied_embeddings: bool
     seq_len: int
+    positions: str = "rotary"
     qkv_layout: str = "split"
     source: str = ""
 
@@ -75,9 +79,26 @@ class ModelShape:
             raise ValueError(
                 f"model {self.name!r}: kv_heads {self.kv_heads} does not divide heads {self.heads}"
             )
+        if self.positions not in ("learned", "rotary"):
+            raise ValueError(
+                f"model {self.name!r}: positions {self.positions!r} is not 'learned' or 'rotary'"
+            )
         if self.qkv_layout not in ("fused", "split"):
             raise ValueError(
                 f"model {self.name!r}: qkv_layout {self.qkv_layout!r} is not 'fused' or 'split'"
+            )
+
+    def check_seq_len(self, seq_len: int) -> None:
+        """Returns if the model has positions for a sequence of so many tokens.
+
+        Raises:
+          ValueError: it has learned fewer.
+        """
+        if self.positions == "learned" and seq_len > self.seq_len:
+            raise ValueError(
+                f"seq_len {seq_len} is more than the {self.seq_len} positions that model "
+                f"{self.name!r} has learned; use seq_len {self.seq_len} or less, and a larger "
+                "batch for as many tokens"
             )
 
     @property

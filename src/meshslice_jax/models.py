@@ -24,9 +24,14 @@ def model_layers(
       batch: sequences.
       seq_len: tokens of a sequence; None is the model's own.
       dtype: dtype of all three matrices.
+
+    Raises:
+      ValueError: as for `model`, or more tokens than the model has learned positions for.
     """
     shape = model(source)
-    return fc_layers(shape, batch * (seq_len or shape.seq_len), dtype)
+    seq_len = shape.seq_len if seq_len is None else seq_len
+    shape.check_seq_len(seq_len)
+    return fc_layers(shape, batch * seq_len, dtype)
 
 
 def model(source: "str | os.PathLike | ModelShape") -> ModelShape:
@@ -68,6 +73,7 @@ def _gpt(name: str, layers: int, hidden: int, heads: int, head_dim: int, source:
         gated=False,
         tied_embeddings=True,
         seq_len=2048,
+        positions="learned",
         qkv_layout="fused",
         source=source,
     )

@@ -32,7 +32,7 @@ def tune(
     *,
     hardware: str | os.PathLike | HardwareSpec = "tpu_v4",
     batch: int | None = None,
-    seq_len: int = 2048,
+    seq_len: int | None = None,
     dtype: str = "bfloat16",
     reduce_dtype: Literal["float32", "output"] = "output",
     search: Literal["exact", "paper"] = "exact",
@@ -52,9 +52,11 @@ def tune(
       hardware: a profile's name, a path to its JSON, or a HardwareSpec.
       batch: sequences of a step over all replicas; None is max(1, num_chips // 2), the
         paper's weak scaling.
-      seq_len: tokens of a sequence.
+      seq_len: tokens of a sequence; None is 2048, or all that the model has positions for where
+        those are fewer.
       dtype: dtype of activations and weights.
-      reduce_dtype: what reduce-scatters carry; see GemmPlan.
+      reduce_dtype: what reduce-scatters carry between chips; see GemmPlan. The default here is
+        "output", as the TPU compiler does it; that of a GemmPlan is "float32".
       search: "exact", or "paper" for the paper's two phases.
       data_parallel: replicas that share the batch, or "auto" to tune their number.
       memory_limit_bytes: the most that one chip may hold; None is the profile's HBM.
@@ -66,8 +68,9 @@ def tune(
         simulator know yet; such a plan has `modelled_only`.
 
     Raises:
-      ValueError: an argument that cannot be right, or no mesh on which anything runs and
-        fits; the message goes through every mesh.
+      ValueError: an argument that cannot be right, more tokens than the model has learned
+        positions for, or no mesh on which anything runs and fits; the message goes through
+        every mesh and names the changes that would help.
     """
     arguments = dict(locals())
     return tune_report(**arguments).plan

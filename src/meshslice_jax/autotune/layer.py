@@ -155,6 +155,11 @@ class Limit:
     limit_bytes: int
     resident_bytes: int
 
+    @property
+    def over_bytes(self) -> int:
+        """By how much what is there anyway is over the limit; negative where it is not."""
+        return self.resident_bytes - self.limit_bytes
+
     def temporary_bytes(self, name: str, problem: GemmProblem, num_chips: int) -> int:
         """What is left for the temporaries of a layer's pass; may be negative."""
         shards = memory.shard_extra_bytes(name, problem, num_chips)
@@ -270,17 +275,24 @@ def leanest_bytes(
     Per way the worst pass decides; the way that misses by the least is reported. None if
     the layer does not run whatever the limit.
     """
-    missed = []
+    best = None
     for way in space.ways():
-        worst = []
-        for name, (product, dataflow), pins in zip(
-            PASSES, passes(problem, way.dataflow), way.pins, strict=True
-        ):
-            found = pricer.leanest(product, dataflow, way.view(shape), pins)
-            if found is None:
-                break
-            left = limit.temporary_bytes(name, problem, shape.num_chips)
-            worst.append((found.schedule.temporary_bytes - left, name))
-        else:
-            missed.append(max(worst))
-    return min(missed, default=None)
+        view, products = way.view(shape), passes(problem, way.dataflow)
+        shared = [()]
+        if space.one_slice_count:
+            counts = _shared_counts((*products[0], view, way.pins[0], None), pricer)
+            shared = [(("slice_count", count),) for count in counts]
+        for fixed in shared:
+            worst = None
+            for name, product, pins in zip(PASSES, products, way.pins, strict=True):
+                found = pricer.leanest(*product, view, Pins(pins.algorithms, pins.fields + fixed))
+                if found is None:
+                    break
+                left = limit.temporary_bytes(name, problem, shape.num_chips)
+                missed = found.schedule.temporary_bytes - left, name
+                worst = missed if worst is None else max(worst, missed)
+                if best is not None and worst >= best:
+                    break
+            else:
+                best = worst
+    return best

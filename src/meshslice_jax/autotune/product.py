@@ -36,6 +36,8 @@ TWO_D = ("collective", "meshslice", "wang", "summa", "cannon")
 #: Values that are tried for the fields that an algorithm reads. A chain of up to 64 chips
 #: is about as long as its best number of packets.
 OPTION_VALUES = {"ring": ("col", "row"), "packets": (1, 2, 4, 8, 16, 32, 64)}
+#: In how many packets a panel travels changes nothing that is held.
+_PACKETS_ALIKE = {"packets": (1,)}
 #: And where the hardware runs its own reduce-scatter beside nothing.
 SCATTER_FORMS = ("native", "ring", "all_to_all")
 #: Slices are made of blocks of at least this many indices: a TPU register holds 8 x 128, and
@@ -146,6 +148,7 @@ class Pricer:
         if "reduce_scatter" in hardware.synchronous:
             self.options = OPTION_VALUES | {"reduce_scatter": SCATTER_FORMS}
         self._best = {}
+        self._leanest = {}
         self._priced = {}
         self._faults = {}
 
@@ -207,25 +210,30 @@ class Pricer:
                     best = found
         return best
 
-    def bases(self, problem, dataflow, shape, pins) -> Iterator[GemmPlan]:
+    def bases(self, problem, dataflow, shape, pins, options=None) -> Iterator[GemmPlan]:
         """Plans with one slice that divide, one per algorithm and choice of options."""
         for name in pins.algorithms:
             algorithm = ALGORITHMS[name]
             base = Pins(pins.algorithms, self.common + pins.fields).plan(name, dataflow)
-            for choice in pins.choices(algorithm, self.options):
+            for choice in pins.choices(algorithm, options or self.options):
                 plan = dataclasses.replace(base, **choice)
                 if not self.faults(problem, plan, shape):
                     yield plan
 
     def leanest(self, problem, dataflow, shape, pins) -> Candidate | None:
         """The candidate with the fewest temporary bytes, or None."""
-        pinned = dict(pins.fields).get("slice_count")
-        found = [
-            self.price(problem, tried, shape)
-            for plan in self.bases(problem, dataflow, shape, pins)
-            for tried in sliced(problem, plan, shape, pinned)
-        ]
-        return min(found, key=lambda one: one.schedule.temporary_bytes, default=None)
+        key = problem, dataflow, shape, pins
+        if key not in self._leanest:
+            pinned = dict(pins.fields).get("slice_count")
+            found = (
+                self.price(problem, tried, shape)
+                for plan in self.bases(*key, self.options | _PACKETS_ALIKE)
+                for tried in sliced(problem, plan, shape, pinned)
+            )
+            self._leanest[key] = min(
+                found, key=lambda one: one.schedule.temporary_bytes, default=None
+            )
+        return self._leanest[key]
 
     def floor_s(self, problem: GemmProblem, dataflow: Dataflow, shape: MeshShape) -> float | None:
         """Seconds below which no 2D algorithm gets, or None if the product cannot run."""

@@ -67,6 +67,11 @@ class TuneReport:
         return tuple(one for one in self.meshes if one.status == "rejected")
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things: "1 chip", "4 chips"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def predict(
     block: Block,
     solution: Solution,

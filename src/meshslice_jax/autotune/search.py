@@ -9,22 +9,25 @@ not fit, is kept with its reason.
 import dataclasses
 from collections.abc import Mapping
 
-from meshslice_jax.autotune import chain, memory, overlap, replicas, report, space
+from meshslice_jax.autotune import chain, memory, overlap, replicas, report, space, ways_out
 from meshslice_jax.autotune import layer as layers
 from meshslice_jax.autotune.layer import Limit
 from meshslice_jax.autotune.memory import MEMORY_KINDS
 from meshslice_jax.autotune.product import Pricer, rounded
-from meshslice_jax.autotune.report import MeshReport, TuneReport
+from meshslice_jax.autotune.report import MeshReport, TuneReport, counted
 from meshslice_jax.hardware import HardwareSpec, hardware_spec
 from meshslice_jax.mesh import MeshShape, factorisations
 from meshslice_jax.model_plan import PASSES, ModelPlan
 from meshslice_jax.models import ModelShape, fc_layers
 from meshslice_jax.models import model as model_shape
-from meshslice_jax.problem import itemsize
+from meshslice_jax.problem import GemmProblem, itemsize
+
+#: Tokens of a sequence where none are given and the model has no fewer positions: the paper's.
+DEFAULT_SEQ_LEN = 2048
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Job:
+class Job:
     """One mesh to be searched: its block, what memory is left, and a floor under its time."""
 
     replicas: int
@@ -39,7 +42,7 @@ class _Job:
 class _Found:
     """A mesh's best block."""
 
-    job: _Job
+    job: Job
     solution: chain.Solution
 
     @property
@@ -70,6 +73,7 @@ class Tuning:
     allow_modelled: bool
     meshes: tuple[tuple[int, MeshShape], ...]
     pricer: Pricer
+    given: Mapping[str, object]
 
     @classmethod
     def of(
@@ -79,7 +83,7 @@ class Tuning:
         *,
         hardware="tpu_v4",
         batch=None,
-        seq_len=2048,
+        seq_len=None,
         dtype="bfloat16",
         reduce_dtype="output",
         search="exact",
@@ -92,7 +96,10 @@ class Tuning:
         allow_modelled=False,
     ) -> "Tuning":
         """Checks the arguments of `tune`, which documents them."""
+        given = {name: value for name, value in locals().items() if name != "cls"}
         _positive("num_chips", num_chips)
+        model = model_shape(model)
+        seq_len = min(DEFAULT_SEQ_LEN, model.seq_len) if seq_len is None else seq_len
         batch = max(1, num_chips // 2) if batch is None else batch
         spec = hardware_spec(hardware)
         limit = spec.hbm_bytes if memory_limit_bytes is None else memory_limit_bytes
@@ -102,6 +109,7 @@ class Tuning:
             "memory_limit_bytes": limit,
         }.items():
             _positive(name, value)
+        model.check_seq_len(seq_len)
         if memory not in MEMORY_KINDS:
             raise ValueError(f"tune: memory={memory!r} is not one of {', '.join(MEMORY_KINDS)}")
         try:
@@ -110,7 +118,7 @@ class Tuning:
             raise ValueError(f"tune: dtype {dtype!r} is not a dtype") from None
         spec.flops_per_s(dtype)
         return cls(
-            model=model_shape(model),
+            model=model,
             num_chips=num_chips,
             hardware=spec,
             batch=batch,
@@ -124,14 +132,25 @@ class Tuning:
             allow_modelled=allow_modelled,
             meshes=_meshes(num_chips, batch, data_parallel, mesh_shape),
             pricer=Pricer(spec, {"reduce_dtype": reduce_dtype}),
+            given=given,
         )
+
+    def changed(self, **arguments) -> "Tuning":
+        """The same with other arguments.
+
+        Raises:
+          ValueError: together they cannot be right.
+        """
+        return Tuning.of(**(dict(self.given) | arguments))
 
     def run(self) -> TuneReport:
         """Searches the meshes in the order of their floors."""
         jobs, rejected = [], []
         for degree, shape in self.meshes:
-            found = self._job(degree, shape)
-            (jobs if isinstance(found, _Job) else rejected).append(found)
+            found = self.job(degree, shape)
+            if isinstance(found, Job) and found.limit.over_bytes > 0:
+                found = self._overfull(found)
+            (jobs if isinstance(found, Job) else rejected).append(found)
         found, bounded = [], []
         for job in sorted(jobs, key=lambda job: job.floor_s):
             best_s = min((one.total_s for one in found), default=float("inf"))
@@ -148,47 +167,81 @@ class Tuning:
         found.sort(key=_Found.rank)
         return self._report(found, bounded, rejected)
 
-    def _job(self, degree: int, shape: MeshShape) -> _Job | MeshReport:
-        tokens = self.batch * self.seq_len // degree
-        problems = fc_layers(self.model, tokens, self.dtype)
+    def fits(self) -> bool:
+        """Whether there is a mesh on which everything runs within the limit."""
+        for degree, shape in self.meshes:
+            problems = self._problems(degree)
+            if self._limit(problems, shape).over_bytes > 0:
+                continue
+            if isinstance(job := self.job(degree, shape), Job):
+                solution = chain.solve(job.block, job.shape, self.pricer, job.limit)
+                if isinstance(solution, chain.Solution):
+                    return True
+        return False
+
+    def _problems(self, degree: int) -> dict[str, GemmProblem]:
+        """The products of one of so many replicas."""
+        return fc_layers(self.model, self.batch * self.seq_len // degree, self.dtype)
+
+    def _limit(self, problems: dict[str, GemmProblem], shape: MeshShape) -> Limit:
+        resident = memory.resident_bytes(self.memory, self.model, problems, shape.num_chips)
+        return Limit(limit_bytes=self.memory_limit_bytes, resident_bytes=resident)
+
+    def least_limit(self, job: Job, below: float) -> int | None:
+        """The smallest limit with which a block runs on its mesh; None if it is not below."""
+        least = 0
+        for layer in job.block.problems:
+            missed = self._missed(job, layer)
+            if missed is None:
+                return None
+            least = max(least, self.memory_limit_bytes + missed[0])
+            if least >= below:
+                return None
+        return least
+
+    def job(self, degree: int, shape: MeshShape) -> Job | MeshReport:
+        """A mesh ready to be searched, or why nothing runs there whatever the limit."""
+        problems = self._problems(degree)
         spaces = space.layer_spaces(problems, self.search, self.algorithm, self.overrides)
         block = chain.Block(problems=problems, spaces=spaces, branches=self.model.branches)
         floor = chain.floor_s(block, shape, self.pricer)
         if isinstance(floor, str):
             why = layers.why_not(spaces[floor], problems[floor], shape, self.pricer)
             return _rejected(degree, shape, f"{floor}: {why}")
-        resident = memory.resident_bytes(self.memory, self.model, problems, shape.num_chips)
-        if resident > self.memory_limit_bytes:
-            return _rejected(
-                degree,
-                shape,
-                f"its shards alone ({self.memory}) take {resident:,} bytes of a chip, "
-                f"{resident - self.memory_limit_bytes:,} over the limit of "
-                f"{self.memory_limit_bytes:,}",
-            )
         reduce_s = replicas.all_reduce_s(problems, degree, shape.num_chips, self.hardware)
-        return _Job(
+        return Job(
             replicas=degree,
             shape=shape,
             block=block,
-            limit=Limit(limit_bytes=self.memory_limit_bytes, resident_bytes=resident),
+            limit=self._limit(problems, shape),
             data_parallel_s=reduce_s,
             floor_s=floor + reduce_s,
         )
 
-    def _misses(self, job: _Job, layer: str) -> MeshReport:
+    def _overfull(self, job: Job) -> MeshReport:
+        """The report of a mesh whose shards leave no room for any product."""
+        return _rejected(
+            job.replicas,
+            job.shape,
+            f"its shards alone ({self.memory}) take {job.limit.resident_bytes:,} bytes of a chip, "
+            f"{job.limit.over_bytes:,} over the limit of {self.memory_limit_bytes:,}",
+        )
+
+    def _missed(self, job: Job, layer: str) -> tuple[int, str] | None:
+        """By how many bytes a layer misses the limit at the least, and in which pass."""
+        where = job.block.spaces[layer], job.block.problems[layer], job.shape, self.pricer
+        return layers.leanest_bytes(*where, job.limit)
+
+    def _misses(self, job: Job, layer: str) -> MeshReport:
         """The report of a mesh on which a layer does not run, or some not within the limit.
 
         Of those it names the one that misses the limit by most, so that so much more is enough.
         """
-        misses = []
-        for one, problem in job.block.problems.items():
-            where = job.block.spaces[one], problem, job.shape, self.pricer
-            missed = layers.leanest_bytes(*where, job.limit)
-            if missed is None and one == layer:
-                return _rejected(job.replicas, job.shape, f"{layer}: {layers.why_not(*where)}")
-            misses += [] if missed is None else [(*missed, one)]
-        over, name, layer = max(misses)
+        if self._missed(job, layer) is None:
+            where = job.block.spaces[layer], job.block.problems[layer], job.shape, self.pricer
+            return _rejected(job.replicas, job.shape, f"{layer}: {layers.why_not(*where)}")
+        misses = ((self._missed(job, one), one) for one in job.block.problems)
+        over, name, layer = max((*missed, one) for missed, one in misses if missed is not None)
         return _rejected(
             job.replicas,
             job.shape,
@@ -196,7 +249,7 @@ class Tuning:
             f"{self.memory_limit_bytes:,}",
         )
 
-    def _report(self, found: list[_Found], bounded: list[_Job], rejected) -> TuneReport:
+    def _report(self, found: list[_Found], bounded: list[Job], rejected) -> TuneReport:
         predictions = [self._predict(one) for one in found]
         plan = self._plan(found[0], predictions[0])
         modelled = plan.predicted.block_s * 1e3
@@ -287,17 +340,17 @@ class Tuning:
 
     def _nothing_fits(self, rejected: list[MeshReport]) -> str:
         lines = [
-            f"tune: no mesh of {self.num_chips} chips runs {self.model.name} (batch {self.batch}, "
-            f"seq_len {self.seq_len}, {self.dtype}):"
+            f"tune: no mesh of {counted(self.num_chips, 'chip')} runs {self.model.name} (batch "
+            f"{self.batch}, seq_len {self.seq_len}, {self.dtype}):"
         ]
+        alike: dict[str, list[str]] = {}
         for one in rejected:
             copies = f" x {one.data_parallel} replicas" if one.data_parallel > 1 else ""
-            lines.append(f"  {one.mesh_shape}{copies}: {one.reason}")
-        lines.append(
-            "  ways out: a number of chips whose factors divide the extents (such as a power of "
-            "two), a larger memory limit, more chips, or fewer pins"
-        )
-        return "\n".join(lines)
+            alike.setdefault(one.reason, []).append(f"{one.mesh_shape}{copies}")
+        lines += [f"  {', '.join(meshes)}: {reason}" for reason, meshes in alike.items()]
+        jobs = [job for mesh in self.meshes if isinstance(job := self.job(*mesh), Job)]
+        found = ways_out.ways_out(self, jobs) or ["no change of one argument helps"]
+        return "\n".join([*lines, f"  ways out: {'; or '.join(found)}"])
 
 
 def _positive(name: str, value) -> None:
@@ -340,7 +393,7 @@ def _rejected(degree: int, shape: MeshShape, reason: str) -> MeshReport:
     )
 
 
-def _bounded(job: _Job, best_s: float) -> MeshReport:
+def _bounded(job: Job, best_s: float) -> MeshReport:
     return MeshReport(
         mesh_shape=job.shape,
         data_parallel=job.replicas,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -34,10 +35,17 @@ def tune(
     batch: Annotated[
         int | None, typer.Option(help="Sequences of a step, all replicas; by default chips / 2.")
     ] = None,
-    seq_len: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 2048,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a sequence; by default 2048, or the model's own if fewer."),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Dtype of activations and weights.")] = "bfloat16",
     reduce_dtype: Annotated[
-        str, typer.Option(help="What reduce-scatters carry: output or float32.")
+        str,
+        typer.Option(
+            help="What reduce-scatters carry between chips: output (the output's dtype, as a TPU "
+            "does it) or float32 (twice the bytes for bfloat16)."
+        ),
     ] = "output",
     search: Annotated[
         str, typer.Option(help="exact, or paper for the paper's two phases.")
@@ -160,13 +168,14 @@ def _degree(text: str) -> int | str:
 
 
 def parse_bytes(text: str) -> int:
-    """Reads "17179869184" or "16GiB" as a number of bytes.
+    """Reads "17179869184", "17,179,869,184" or "16GiB" as a number of bytes.
 
     Raises:
       ValueError: anything else.
     """
     digits = text.rstrip("".join(_UNITS))
     unit = text[len(digits) :]
+    digits = re.sub(r",(?=\d{3}(\D|,|$))", "", digits)
     if not digits.strip().isdecimal() or unit not in _UNITS:
         names = ", ".join(name for name in _UNITS if name)
         raise ValueError(

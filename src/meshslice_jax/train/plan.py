@@ -38,6 +38,7 @@ def byte_gpt(hidden: int, heads: int, layers: int, seq_len: int) -> ModelShape:
         gated=False,
         tied_embeddings=True,
         seq_len=seq_len,
+        positions="learned",
     )
 
 
