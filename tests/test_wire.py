@@ -23,7 +23,8 @@ NEEDS_ROOT = pytest.mark.skipif(lacking() is not None, reason=str(lacking()))
 #: The promise to those who read the JSON files.
 FIELDS = """
     algorithm dataflow slice_count pass comm_over_compute ms ratio_to_gspmd ratio_low ratio_high
-    hidden repeats gather_order mesh m n k rate_asked rate_mbit compute_ms communication_ms
+    hidden repeats gather_order block_size rhs_layout mesh m n k rate_asked rate_mbit compute_ms
+    communication_ms
 """
 
 
@@ -34,6 +35,8 @@ def a_record(**fields):
         "slice_count": 8,
         "pass_": "fwd",
         "gather_order": "tied",
+        "block_size": None,
+        "rhs_layout": "natural",
         "mesh": "2x2",
         "m": 4,
         "n": 4,
@@ -66,8 +69,14 @@ def test_records_and_their_plot_are_files(tmp_path):
 
 def test_labels_tell_variants_apart():
     records = [a_record(), a_record(gather_order="free"), a_record(algorithm="meshslice serial")]
-    labels = [wire.label(found) for found in records]
-    assert labels == ["meshslice S=8", "meshslice S=8 free order", "meshslice serial S=8"]
+    records += [a_record(block_size=8), a_record(block_size=8, rhs_layout="sliced")]
+    assert [wire.label(found) for found in records] == [
+        "meshslice S=8",
+        "meshslice S=8 free order",
+        "meshslice serial S=8",
+        "meshslice S=8 strided B=8",
+        "meshslice S=8 strided B=8 stored",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -79,6 +88,7 @@ def test_labels_tell_variants_apart():
         ({"dataflows": ("ws",)}, "there is no dataflow ws; there are os, ls, rs"),
         ({"passes": ("all",)}, "there is no pass all; there are fwd, dlhs, drhs, step"),
         ({"repeats": 0}, "repeats must be at least 1, got 0"),
+        ({"block_size": 0}, "block_size must be at least 1, got 0"),
         ({"mesh": (1, 1)}, "a mesh over the wire has 2 to 64 chips, got 1x1"),
         ({"k": 4095}, "lhs dimension k = 4095 is not divisible"),
     ],
@@ -112,16 +122,22 @@ def test_rounds_go_back_and_forth():
 def test_what_is_measured():
     options = wire.WireOptions()
     found = variants.variants(options, "os")
-    texts = [(v.name, v.forward.slice_count, v.forward.gather_order) for v in found]
+    texts = [
+        (v.name, plan.slice_count, plan.gather_order, plan.block_size, plan.rhs_layout)
+        for v in found
+        for plan in (v.forward,)
+    ]
     assert texts == [
-        ("gspmd", 1, "free"),
-        ("collective", 1, "free"),
-        *(("meshslice", count, "tied") for count in (2, 4, 8, 16)),
-        ("meshslice", 8, "free"),
-        ("meshslice serial", 8, "serial"),
-        ("wang", 1, "free"),
-        ("summa", 1, "free"),
-        ("cannon", 1, "free"),
+        ("gspmd", 1, "free", None, "natural"),
+        ("collective", 1, "free", None, "natural"),
+        *(("meshslice", count, "tied", None, "natural") for count in (2, 4, 8, 16)),
+        ("meshslice", 8, "free", None, "natural"),
+        ("meshslice serial", 8, "serial", None, "natural"),
+        ("meshslice", 8, "tied", 8, "natural"),
+        ("meshslice", 8, "tied", 8, "sliced"),
+        ("wang", 1, "free", None, "natural"),
+        ("summa", 1, "free", None, "natural"),
+        ("cannon", 1, "free", None, "natural"),
     ]
     line = variants.variants(wire.WireOptions(mesh=(1, 4)), "ls")
     assert "cannon" not in [v.name for v in line]
@@ -143,18 +159,32 @@ def test_compute_and_communication_alone_are_those_of_a_chip(flow):
     assert sorted(sizes) == sorted(want)
 
 
-SMALL = variants.variants(wire.WireOptions(slices=(2,), control_slices=4), "ls")
-#: Every variant forward; the step of GSPMD and of one plan of each kind.
-CHECKED = [(variant, "fwd") for variant in SMALL] + [(variant, "step") for variant in SMALL[:3]]
+SMALL = variants.variants(wire.WireOptions(slices=(2,), control_slices=4, block_size=2), "ls")
+#: Every variant forward; further passes of GSPMD, the Collective algorithm and a stored weight.
+FEW = [*SMALL[:2], next(v for v in SMALL if v.forward.rhs_layout != "natural")]
+CHECKED = [(variant, "fwd") for variant in SMALL]
+CHECKED += [(variant, "step") for variant in FEW] + [(FEW[2], "drhs")]
 
 
 @pytest.mark.parametrize(
-    "variant, pass_", CHECKED, ids=[f"{v.name} {v.forward.gather_order} {p}" for v, p in CHECKED]
+    "variant, pass_",
+    CHECKED,
+    ids=[f"{v.name} {v.forward.gather_order} {v.forward.rhs_layout} {p}" for v, p in CHECKED],
 )
 def test_every_variant_is_right(variant, pass_):
     problem = ms.GemmProblem(m=32, n=32, k=32, lhs_dtype="float32", rhs_dtype="float32")
     data = random_matrices(problem)
-    assert callable(variants.prepared(variant, problem, pass_, data, ms.make_mesh((2, 2))))
+    expected = variants.answers(problem, pass_, data)
+    assert callable(variants.prepared(variant, data, expected, ms.make_mesh((2, 2))))
+
+
+def test_a_wrong_answer_is_told():
+    problem = ms.GemmProblem(m=32, n=32, k=32, lhs_dtype="float32", rhs_dtype="float32")
+    data = random_matrices(problem)
+    expected = variants.answers(problem, "drhs", data)
+    expected["drhs"][3, 5] += 1
+    with pytest.raises(RuntimeError, match=r"gspmd ls drhs: 1 of 256 elements"):
+        variants.prepared(SMALL[0], data, expected, ms.make_mesh((2, 2)))
 
 
 def test_without_root_it_says_so_and_ends_with_2(monkeypatch):

@@ -58,7 +58,10 @@ def bench(
         str, typer.Option(help="Slice counts such as 1,4; auto is 4 or less for MeshSlice, else 1.")
     ] = "auto",
     block_size: Annotated[
-        int | None, typer.Option(help="Block of MeshSlice's slices; by default the largest.", min=1)
+        int | None,
+        typer.Option(
+            help="Block of MeshSlice's slices; by default the largest (--wire: 8).", min=1
+        ),
     ] = None,
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "float32",
     plan: Annotated[

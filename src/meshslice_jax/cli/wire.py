@@ -12,7 +12,7 @@ from meshslice_jax.mesh import parse_mesh_shape
 
 #: Options of the benchmark that mean nothing over the wire.
 NOT_OVER_THE_WIRE = tuple(
-    "devices platform model layers batch seq_len block_size dtype plan scale hardware".split()
+    "devices platform model layers batch seq_len dtype plan scale hardware".split()
 )
 COLUMNS = ("flow", "pass", "comm/comp", "variant", "ms", "/gspmd", "min-max", "hidden")
 
@@ -47,8 +47,7 @@ def read_options(context: typer.Context, rates: str) -> wire.WireOptions:
         fields["control_slices"] = max(fields["slices"])
     if "passes" in given:
         fields["passes"] = common.comma_list(given["passes"])
-    if "repeats" in given:
-        fields["repeats"] = given["repeats"]
+    fields |= {name: given[name] for name in ("repeats", "block_size") if name in given}
     return wire.WireOptions(**fields)
 
 

@@ -8,7 +8,9 @@ measured at each rate, in one interleaved run:
     compute         the local products alone, in which nothing is sent
     communication   the moves of the Collective algorithm alone, with no product
     gspmd           XLA's own partitioning, the base of all ratios
-    meshslice       S slices, and the control: the same slices with nothing side by side
+    meshslice       S slices, each as few blocks as there can be (on a square mesh one in a
+                    shard); slices of many strided blocks, with the weight as it is and stored
+                    in slices; and the control: slices with nothing side by side
     collective, wang, summa, cannon
 
 The share of communication that is hidden is (compute + communication - time) over the

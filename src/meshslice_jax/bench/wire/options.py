@@ -20,21 +20,23 @@ class WireOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be measured.
 
     `rates` are numbers of Mbit/s ("430") or how many times compute's time communication
-    shall take ("1.5x"). `control_slices` is the slice count of the control, and of MeshSlice
-    with its gathers in a free order.
+    shall take ("1.5x"). `control_slices` is the slice count of the control, of MeshSlice with
+    its gathers in a free order, and of its slices of strided blocks: `block_size` indices each,
+    where all others take the largest blocks that there are.
     """
 
     mesh: tuple[int, int] = (2, 2)
-    m: int = 4096
-    k: int = 4096
-    n: int = 4096
+    m: int = 3072
+    k: int = 3072
+    n: int = 3072
     rates: tuple[str, ...] = DEFAULT_RATES
     names: tuple[str, ...] = WIRE_ALGORITHMS
     dataflows: tuple[str, ...] = tuple(Dataflow)
     slices: tuple[int, ...] = (2, 4, 8, 16)
     control_slices: int = 8
+    block_size: int = 8
     passes: tuple[str, ...] = ("fwd", "step")
-    repeats: int = 7
+    repeats: int = 5
 
     def __post_init__(self):
         parse_rates(self.rates)
@@ -48,8 +50,9 @@ class WireOptions(msgspec.Struct, frozen=True, kw_only=True):
                     f"over the wire there is no {what} {', '.join(unknown)}; there are "
                     f"{', '.join(known)}"
                 )
-        if self.repeats < 1:
-            raise ValueError(f"repeats must be at least 1, got {self.repeats}")
+        for name in ("repeats", "block_size"):
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
         if not 2 <= self.shape.num_chips <= 64:
             raise ValueError(f"a mesh over the wire has 2 to 64 chips, got {self.shape}")
         for flow in self.dataflows:  # what the placements need must divide

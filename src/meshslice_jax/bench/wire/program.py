@@ -22,7 +22,7 @@ from meshslice_jax.bench.wire.namespaces import shape
 from meshslice_jax.bench.wire.options import WireOptions, parse_rates
 from meshslice_jax.bench.wire.rates import Rate, find_rate
 from meshslice_jax.bench.wire.record import Record, label, statistics_of, write_records
-from meshslice_jax.bench.wire.variants import Variant, prepared, variants
+from meshslice_jax.bench.wire.variants import Variant, answers, prepared, variants
 from meshslice_jax.mesh import make_mesh
 from meshslice_jax.plan import GemmPlan
 from meshslice_jax.problem import GemmProblem
@@ -46,9 +46,10 @@ def _measure_pass(
 ) -> Iterator[list[Record]]:
     shape(None)
     found, calls = variants(options, dataflow), {}
+    expected = answers(problem, pass_, data)
     for index, variant in enumerate(found):
         distributed.step()
-        calls[index] = prepared(variant, problem, pass_, data, mesh)
+        calls[index] = prepared(variant, data, expected, mesh)
     sent_bytes, compute, communication = _alone(options, problem, dataflow, pass_, mesh)
     compute_s = _median_s(compute)
 
@@ -101,6 +102,8 @@ def _records(
             slice_count=variant.forward.slice_count,
             pass_=pass_,
             gather_order=variant.forward.gather_order,
+            block_size=variant.forward.block_size,
+            rhs_layout=variant.forward.rhs_layout,
             mesh=f"{rows}x{cols}",
             m=options.m,
             n=options.n,

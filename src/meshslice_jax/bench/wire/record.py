@@ -18,6 +18,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     `ratio_high` the smallest and the largest. `hidden` is what part of the smaller of
     compute and communication was hidden. `compute_ms` and `communication_ms` were measured
     in the same rounds, `comm_over_compute` is their ratio; `rate_mbit` is the links'.
+    `block_size` is that of MeshSlice's slices, null the largest; `rhs_layout` is how the weight
+    is stored.
     """
 
     algorithm: str
@@ -32,6 +34,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     hidden: float
     repeats: int
     gather_order: str
+    block_size: int | None
+    rhs_layout: str
     mesh: str
     m: int
     n: int
@@ -82,6 +86,10 @@ def label(record: Record) -> str:
         words.append(f"S={record.slice_count}")
         if record.gather_order == "free":
             words.append("free order")
+        if record.block_size is not None:
+            words.append(f"strided B={record.block_size}")
+        if record.rhs_layout != "natural":
+            words.append("stored")
     return " ".join(words)
 
 

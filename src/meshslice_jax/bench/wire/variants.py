@@ -1,7 +1,7 @@
 """What is measured beside GSPMD: plans as they overlap on this backend, and the control.
 
-One pass is one product, as in the benchmark on emulated devices and with its check against
-NumPy; "step" is a layer's forward product and both gradients in one program.
+One pass is one product; "step" is a layer's forward product and both gradients in one program.
+Every answer is compared with NumPy's.
 """
 
 import dataclasses
@@ -9,17 +9,17 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
-from meshslice_jax import algorithms, gemm
-from meshslice_jax.bench.candidates import Candidate
-from meshslice_jax.bench.cases import PASSES, Pass, Row
-from meshslice_jax.bench.measure import first_error, prepare
+from meshslice_jax import algorithms, gemm, layout
+from meshslice_jax.bench.cases import PASSES, Pass
+from meshslice_jax.bench.measure import first_error
 from meshslice_jax.bench.operands import Data, find_error, reference
 from meshslice_jax.bench.wire.options import WireOptions
 from meshslice_jax.mesh import MeshShape
-from meshslice_jax.plan import GemmPlan, as_layer_plan
+from meshslice_jax.plan import GemmPlan
 from meshslice_jax.problem import NATURAL, GemmProblem
 
 
@@ -47,22 +47,23 @@ def variants(options: WireOptions, dataflow: str) -> list[Variant]:
             found.append(Variant(name=name, forward=GemmPlan(algorithm=name, dataflow=dataflow)))
             continue
         for count in options.slices:
-            found.append(_meshslice(dataflow, count, "tied"))
-        for order in ("free", "serial"):
-            found.append(_meshslice(dataflow, options.control_slices, order))
+            found.append(_meshslice(dataflow, count))
+        strided = {"block_size": options.block_size}
+        for fields in (
+            {"gather_order": "free"},
+            {"gather_order": "serial"},
+            strided,
+            strided | {"rhs_layout": "sliced"},
+        ):
+            found.append(_meshslice(dataflow, options.control_slices, **fields))
     extents = (options.m, options.n, options.k)
     return [variant for variant in found if _fits(variant.forward, extents, options.shape)]
 
 
-def _meshslice(dataflow: str, count: int, order: str) -> Variant:
-    plan = GemmPlan(
-        algorithm="meshslice",
-        dataflow=dataflow,
-        slice_count=count,
-        loop="unrolled",
-        gather_order=order,
-    )
-    name = "meshslice serial" if order == "serial" else "meshslice"
+def _meshslice(dataflow: str, count: int, **fields) -> Variant:
+    chosen = {"gather_order": "tied", "loop": "unrolled"} | fields
+    plan = GemmPlan(algorithm="meshslice", dataflow=dataflow, slice_count=count, **chosen)
+    name = "meshslice serial" if plan.gather_order == "serial" else "meshslice"
     return Variant(name=name, forward=plan)
 
 
@@ -74,8 +75,22 @@ def _fits(plan: GemmPlan, extents: tuple[int, int, int], shape: MeshShape) -> bo
     return True
 
 
-def prepared(variant: Variant, problem: GemmProblem, pass_: str, data: Data, mesh: Mesh):
+def answers(problem: GemmProblem, pass_: str, data: Data) -> dict[str, np.ndarray]:
+    """The results of a pass by NumPy, by the names of `PASSES`: of a step, all three."""
+    names = PASSES if pass_ == "step" else (pass_,)
+    return {
+        name: reference(Pass(layer="layer", name=name, forward=problem), data) for name in names
+    }
+
+
+def prepared(variant: Variant, data: Data, expected: dict[str, np.ndarray], mesh: Mesh):
     """Compiles a variant and compares its answer.
+
+    Args:
+      variant: what runs.
+      data: the operands.
+      expected: what is to be computed, from `answers`.
+      mesh: the mesh.
 
     Returns:
       A function that runs it.
@@ -83,55 +98,30 @@ def prepared(variant: Variant, problem: GemmProblem, pass_: str, data: Data, mes
     Raises:
       RuntimeError: the answer is wrong, on any process.
     """
-    call, error = (_step if pass_ == "step" else _single)(variant, problem, pass_, data, mesh)
-    if error is not None:
-        raise RuntimeError(f"{variant.name} {variant.forward.dataflow} {pass_}: {error}")
-    return call
-
-
-def _single(variant: Variant, problem: GemmProblem, pass_: str, data: Data, mesh: Mesh):
-    case = Pass(layer="layer", name=pass_, forward=problem)
-    row = Row(
-        layer="layer",
-        pass_=pass_,
-        m=problem.m,
-        n=problem.n,
-        k=problem.k,
-        dtype=problem.lhs_dtype,
-        mesh="",
-        algorithm=variant.name,
-    )
-    candidate = Candidate(
-        row=row,
-        forward=variant.forward,
-        plan=case.plan(variant.forward) if variant.planned else None,
-        base=("", variant.forward.dataflow),
-    )
-    done, call = prepare(case, candidate, data, mesh, reference(case, data))
-    return call, done.reason
-
-
-def _step(variant: Variant, problem: GemmProblem, _: str, data: Data, mesh: Mesh):
-    specs = gemm.placements(variant.forward)
-    where = {role: NamedSharding(mesh, spec) for role, spec in zip(NATURAL, specs, strict=True)}
+    plan = variant.forward
+    where = {
+        role: NamedSharding(mesh, spec)
+        for role, spec in zip(NATURAL, gemm.placements(plan), strict=True)
+    }
     if variant.planned:
-        plan = as_layer_plan(variant.forward)
-        product = functools.partial(gemm.matmul, plan=plan, mesh=mesh)
+        product, results = functools.partial(gemm.matmul, plan=plan, mesh=mesh), None
     else:
+        results = tuple(where[PASSES[name] or "out"] for name in expected)
 
         def product(lhs, rhs):
             return lax.with_sharding_constraint(jnp.dot(lhs, rhs), where["out"])
 
-    def step(lhs, rhs, ct):
+    def program(lhs, rhs, ct):
         out, backward = jax.vjp(product, lhs, rhs)
-        return (out, *backward(ct))
+        found = dict(zip(PASSES, (out, *backward(ct)), strict=True))
+        return tuple(found[name] for name in expected)  # what is not asked for is not computed
 
-    operands = [data.on(role, where[role]) for role in ("lhs", "rhs", "out")]
-    results = tuple(where[role] for role in ("out", "lhs", "rhs"))
-    lowered = jax.jit(step, out_shardings=results).lower(*operands)
-    compiled = lowered.compile()
+    lhs, rhs, ct = (data.on(role, where[role]) for role in ("lhs", "rhs", "out"))
+    operands = lhs, layout.to_layout(rhs, plan, mesh=mesh), ct
+    compiled = jax.jit(program, out_shardings=results).lower(*operands).compile()
     error = None
-    for name, got in zip(PASSES, compiled(*operands), strict=True):
-        case = Pass(layer="layer", name=name, forward=problem)
-        error = error or find_error(got, reference(case, data))
-    return functools.partial(compiled, *operands), first_error(error)
+    for got, want in zip(compiled(*operands), expected.values(), strict=True):
+        error = error or find_error(layout.from_layout(got), want)
+    if (error := first_error(error)) is not None:
+        raise RuntimeError(f"{variant.name} {plan.dataflow} {'+'.join(expected)}: {error}")
+    return functools.partial(compiled, *operands)
