@@ -15,7 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshslice_jax import algorithms
-from meshslice_jax.autotune import memory, overlap, replicas, search, space, tune, tune_report
+from meshslice_jax.autotune import (
+    memory,
+    overlap,
+    replicas,
+    reprice,
+    search,
+    space,
+    tune,
+    tune_report,
+)
 from meshslice_jax.autotune.compare import compare
 from meshslice_jax.autotune.product import OPTION_VALUES, TWO_D, Pins, Pricer
 from meshslice_jax.autotune.relayout import placement, relayout_s
@@ -36,6 +45,9 @@ TINY = dataclasses.replace(
 GATED = dataclasses.replace(
     MODELS["llama3-8b"], name="gated", hidden=96, heads=6, kv_heads=2, head_dim=16, ffn=160
 )
+#: Layers that agree on a dataflow and disagree on placements.
+RS = {"algorithm": "meshslice", "dataflow": "rs", "row_axis": "row", "col_axis": "col"}
+TWINS = {"qkv": RS, "out": RS}
 
 
 # --- plain enumeration ---------------------------------------------------------------------
@@ -194,6 +206,48 @@ def test_prediction_adds_up_from_the_plan_itself():
     assert found.block_s == pytest.approx(found.fc_s + found.relayout_s + found.data_parallel_s)
 
 
+@pytest.mark.parametrize(
+    ("model", "chips", "arguments"),
+    [
+        ("llama3-8b", 64, {"batch": 4}),
+        ("gpt3-125m", 4, {"mesh_shape": (2, 2), "overrides": TWINS}),
+        ("gpt3-6.7b", 16, {"data_parallel": 2, "memory": "training"}),
+        ("gpt3-175b", 256, {"hardware": "tpu_v4_paper", "allow_modelled": True}),
+    ],
+)
+def test_a_plans_prediction_can_be_made_anew_and_compared(model, chips, arguments):
+    plan = tune(model, chips, **arguments)
+    assert reprice.stale(plan) == []
+    edited = dataclasses.replace(plan.predicted, relayout_s=0.125)
+    (line,) = reprice.stale(dataclasses.replace(plan, predicted=edited))
+    assert line.startswith("$.predicted.relayout_s is 0.125, the model gives ")
+    layers = {name: dict(passes) for name, passes in plan.predicted.layers.items()}
+    layers["qkv"]["forward"] = dataclasses.replace(layers["qkv"]["forward"], bytes_row=-1.0)
+    del layers["out"]["grad_rhs"]
+    edited = dataclasses.replace(plan.predicted, layers=layers)
+    lines = reprice.stale(dataclasses.replace(plan, predicted=edited))
+    assert lines[0].startswith("$.predicted.layers.qkv.forward.bytes_row is -1, the model gives")
+    assert lines[1].startswith("$.predicted.layers.out.grad_rhs.math_s is missing, the model")
+    assert len(lines) == 1 + 8
+    assert reprice.stale(dataclasses.replace(plan, hardware="unknown")) == []
+
+
+def test_notes_say_what_no_number_says():
+    assert tune_report(GATED, 4, seq_len=32, batch=4, mesh_shape=(2, 2)).notes == []
+    columns = {name: {"row_axis": "row", "col_axis": "col", "dataflow": "os"} for name in ["qkv"]}
+    report = tune_report(
+        dataclasses.replace(GATED, seq_len=16),
+        4,
+        seq_len=32,
+        batch=4,
+        mesh_shape=(1, 4),
+        overrides=columns,
+    )
+    long, attention = report.notes
+    assert long.startswith("seq_len 32 is more than the 16 tokens that gated was made for")
+    assert "kv_heads = 2 is not divisible by the 4 chips over which it would lie" in attention
+
+
 # --- the paper -----------------------------------------------------------------------------
 
 
@@ -289,9 +343,7 @@ def test_one_chip_needs_no_transfer():
 
 
 def test_layers_that_disagree_pay_a_relayout():
-    fields = {"algorithm": "meshslice", "dataflow": "rs", "row_axis": "row", "col_axis": "col"}
-    given_ = {"qkv": fields, "out": fields}
-    plan = tune("gpt3-125m", 4, mesh_shape=(2, 2), overrides=given_)
+    plan = tune("gpt3-125m", 4, mesh_shape=(2, 2), overrides=TWINS)
     # qkv wants m along col and leaves it along row; out, pinned alike, wants it along col.
     assert plan.predicted.relayout_s > 0
     free = tune("gpt3-125m", 4, mesh_shape=(2, 2))

@@ -39,6 +39,7 @@ def test_bench_prints_a_checked_table_under_a_banner():
     assert "skipped collective os S=2: collective has no slices" in text
     assert "6 rows: 5 ok, 1 skipped, 0 failed; 0 wrong answers" in text
     assert "fastest of each pass, measured" in text
+    assert "/gspmd and /dense are medians of the ratios within each round" in text
 
 
 def test_bench_writes_rows_bars_and_the_data_of_the_bars(tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import types
 
 import pytest
@@ -43,6 +44,19 @@ def path(tmp_path_factory):
 
 def bench(*arguments):
     return CliRunner().invoke(app, ["bench", "--repeats", "1", *map(str, arguments)])
+
+
+def test_a_prediction_that_was_edited_is_told_and_does_not_matter(path, tmp_path):
+    edited = tmp_path / "edited.json"
+    text = re.sub(r'"block_s": [^,]*', '"block_s": 0.5', path.read_text())
+    edited.write_text(text)
+    told = "not what the model gives for it on tpu_v4 (1 number: $.predicted.block_s is 0.5"
+    for name, expected in ((edited, True), (path, False)):
+        for command in (["simulate"], ["bench", "--repeats", "1", "--layers", "out"]):
+            passes = ["--passes", "fwd"] if command[0] == "bench" else []
+            result = CliRunner().invoke(app, [*command, "--plan", str(name), *passes])
+            assert result.exit_code == 0, result.output
+            assert (told in result.output) is expected
 
 
 @pytest.mark.slow

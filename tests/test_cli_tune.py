@@ -82,7 +82,8 @@ def test_rejected_meshes_are_printed_with_their_reasons():
 def test_one_chip_needs_no_communication():
     result = tune("--model", "gpt3-125m", "--chips", 1)
     assert result.exit_code == 0, result.output
-    assert "mesh 1x1" in result.output
+    assert "on 1 chip: mesh 1x1" in result.output
+    assert "partial sums travel in bfloat16 (reduce_dtype output)" in result.output
     assert "runners-up" not in result.output
 
 
@@ -124,6 +125,14 @@ def config(tmp_path, **fields):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({k: v for k, v in (GPT2 | fields).items() if v is not None}))
     return path
+
+
+def test_the_default_sequence_is_no_longer_than_a_models_positions(tmp_path):
+    found = ("--config", config(tmp_path), "--chips", 4)
+    assert "batch 2 x 1024 tokens" in tune(*found).output
+    result = tune(*found, "--seq-len", 2048)
+    assert result.exit_code == 2
+    assert "seq_len 2048 is more than the 1024 positions" in result.output
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,20 @@ def test_what_the_tuner_was_told_to_keep_is_kept():
     assert one.plan.layers["out"].forward.ring == "row"
 
 
+@pytest.mark.parametrize("algorithm", ["fsdp", "tp1d"])
+def test_rings_over_all_chips_are_compiled_in_all_their_forms(algorithm):
+    compiler = Recorded((4, 4), "ring")
+    (one,) = rank(compiler, count=1, mesh_shape=(4, 4), algorithm=algorithm)
+    assert {
+        own.algorithm for layer in one.plan.layers.values() for own in vars(layer).values()
+    } == {algorithm}
+    assert {job.plan.ring_form for job in compiler.jobs} == {"joined", "halves", "whole", "one_way"}
+    assert {job.plan.slice_count for job in compiler.jobs} >= {1, 4, 8}
+    tuned = ms.tune(MODEL, 16, batch=8, mesh_shape=(4, 4), algorithm=algorithm)
+    for layer in tuned.layers.values():
+        assert set(vars(layer).values()) <= {job.plan for job in compiler.jobs}
+
+
 def test_topologies_that_do_not_fit_are_refused():
     compiler = Recorded((4, 4), "ring")
     with pytest.raises(ValueError, match=r"topology v4:4x4x1 has 16 chips, but a replica has 8"):

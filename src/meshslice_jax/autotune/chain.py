@@ -18,6 +18,7 @@ from meshslice_jax.autotune import layer as layers
 from meshslice_jax.autotune.layer import LayerSpace, Limit, Option
 from meshslice_jax.autotune.product import Pricer, faster, rounded
 from meshslice_jax.autotune.relayout import Placement, relayout_s
+from meshslice_jax.hardware import HardwareSpec
 from meshslice_jax.mesh import MeshShape
 from meshslice_jax.problem import GemmProblem
 
@@ -72,7 +73,7 @@ def floor_s(block: Block, shape: MeshShape, pricer: Pricer) -> float | str:
 
 def solve(block: Block, shape: MeshShape, pricer: Pricer, limit: Limit) -> Solution | str:
     """The fastest block on one mesh, or the name of a layer that cannot run there."""
-    mover = _Mover(block, shape, pricer)
+    mover = Mover(block.problems, shape, pricer.hardware)
     options = {}
     for name in block.problems:
         options[name] = _options(name, block, shape, pricer, limit, mover)
@@ -92,15 +93,16 @@ def solve(block: Block, shape: MeshShape, pricer: Pricer, limit: Limit) -> Solut
     total, chosen = best
     fc_s = sum(chosen[name].total_s for name in block.problems)
     ordered = {name: chosen[name] for name in block.problems}
-    moved = _relayouts(ordered, block, streams, mover)
+    places = {name: (option.lhs, option.out) for name, option in ordered.items()}
+    moved = relayouts_s(places, block.branches, mover)
     return Solution(options=ordered, fc_s=fc_s, relayout_s=moved)
 
 
-class _Mover:
-    """Relayouts on one mesh, priced once each."""
+class Mover:
+    """Relayouts of a block's activations on one mesh, priced once each."""
 
-    def __init__(self, block: Block, shape: MeshShape, pricer: Pricer):
-        self.block, self.shape, self.hardware = block, shape, pricer.hardware
+    def __init__(self, problems: dict[str, GemmProblem], shape: MeshShape, hardware: HardwareSpec):
+        self.problems, self.shape, self.hardware = problems, shape, hardware
         self._known = {}
 
     def __call__(self, layer: str, role: str, source: Placement, target: Placement) -> float:
@@ -109,7 +111,7 @@ class _Mover:
             return 0.0
         key = layer, role, source, target
         if key not in self._known:
-            size = self.block.problems[layer].bytes(role)
+            size = self.problems[layer].bytes(role)
             self._known[key] = 2 * relayout_s(size, source, target, self.shape, self.hardware)
         return self._known[key]
 
@@ -170,17 +172,28 @@ def _branch(branch, stream, options, mover) -> tuple[float, dict[str, Option]]:
     )
 
 
-def _relayouts(chosen, block, streams, mover) -> float:
-    """Seconds of the relayouts of a chosen block, with the best placement of the stream."""
+def relayouts_s(
+    places: dict[str, tuple[Placement, Placement]],
+    branches: tuple[tuple[str, ...], ...],
+    mover: Mover,
+) -> float:
+    """Seconds of a block's relayouts, with the best placement of the stream.
 
-    def along(stream) -> float:
+    Args:
+      places: where each layer wants its input and leaves its output.
+      branches: the layers between two additions to the residual stream.
+      mover: prices a relayout.
+    """
+
+    def along(stream: Placement) -> float:
         total = 0.0
-        for branch in block.branches:
+        for branch in branches:
             place = stream
             for name in branch:
-                total += mover(name, "lhs", place, chosen[name].lhs)
-                place = chosen[name].out
+                lhs, out = places[name]
+                total += mover(name, "lhs", place, lhs)
+                place = out
             total += mover(branch[-1], "out", place, stream)
         return total
 
-    return min(along(stream) for stream in streams)
+    return min(along(stream) for both in places.values() for stream in both)

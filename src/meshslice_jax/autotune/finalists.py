@@ -6,25 +6,27 @@
 The closed form hides what its schedule hides; the compiler hides what it can. So the search
 stays with the closed form, which prices thousands of plans in a second, and the choice among
 the last few, and of the forms that only the compiler tells apart, is left to compiled
-schedules. Dataflows, axes and meshes are the tuner's; algorithms, slices, tapers, forms of the
-reduce-scatter and layouts are the compiler's choice, but for a pinned algorithm and for layers with
-overrides, which are compiled as they are. Its times are projections, see
-`compiled.replay`; relayouts and the all-reduce of replicas keep their modelled times.
+schedules. Dataflows, axes and meshes are the tuner's, and so is a 1D algorithm; the 2D algorithms,
+slices, tapers, layouts and forms of rings and reduce-scatters are the compiler's choice, but for a
+pinned algorithm and for layers with overrides, which are compiled as they are. Its times are
+projections, see `compiled.replay`; relayouts and the all-reduce of replicas keep their modelled
+times.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
 
 from meshslice_jax import algorithms
-from meshslice_jax.autotune import memory, report, tune, tune_report
+from meshslice_jax.autotune import tune, tune_report
+from meshslice_jax.autotune.reprice import prediction_of
 from meshslice_jax.compiled import run
 from meshslice_jax.compiled.candidates import SLICE_COUNTS, Space
 from meshslice_jax.compiled.compiler import Compiler
 from meshslice_jax.compiled.layout import lay_out
 from meshslice_jax.compiled.topology import Topology
-from meshslice_jax.hardware import HardwareSpec, hardware_spec
+from meshslice_jax.hardware import hardware_spec
 from meshslice_jax.mesh import MeshShape
-from meshslice_jax.model_plan import ModelPlan, view
+from meshslice_jax.model_plan import ModelPlan
 from meshslice_jax.plan import GemmPlan
 
 #: What is compiled for each product; GSPMD's partitioner is no plan.
@@ -159,10 +161,10 @@ def _compiled(plan: ModelPlan, space: Space, topology, compiler, progress, argum
         rows += chosen
         programs += len(found.rows) + len(found.failed)
     outside_s = plan.predicted.relayout_s + plan.predicted.data_parallel_s
+    best = dataclasses.replace(plan, layers=layers)
+    priced = prediction_of(best, space.hardware, plan.predicted.memory)
     return Finalist(
-        plan=dataclasses.replace(
-            plan, layers=layers, predicted=_predicted(plan, layers, space.hardware)
-        ),
+        plan=dataclasses.replace(best, predicted=priced),
         modelled_s=plan.predicted.block_s,
         projected_s=sum(row.projected_s for row in rows) + outside_s,
         candidates=programs,
@@ -173,33 +175,3 @@ def _beside(plan: GemmPlan) -> tuple[str, ...]:
     """The algorithms that place matrices as a plan does; a 1D one stands alone."""
     flat = algorithms.algorithm_of(plan).flatten(plan) is not None
     return (plan.algorithm,) if flat else COMPILED
-
-
-def _predicted(plan: ModelPlan, layers, spec: HardwareSpec):
-    """The closed form's prediction for other plans of the same layers."""
-    problems, old = plan.problems(), plan.predicted
-    parts = {
-        name: report.predict_layer(problems[name], layers[name], plan.mesh_shape, spec)
-        for name in layers
-    }
-    fc_s = sum(one.total_s for passes in parts.values() for one in passes.values())
-    block_s = fc_s + old.relayout_s + old.data_parallel_s
-    return dataclasses.replace(
-        old,
-        layers=parts,
-        fc_s=fc_s,
-        block_s=block_s,
-        utilisation=old.utilisation * old.block_s / block_s,
-        memory_bytes=old.memory_bytes + _most(plan, layers) - _most(plan, plan.layers),
-    )
-
-
-def _most(plan: ModelPlan, layers) -> int:
-    """What the fullest product of some plans adds to what is resident."""
-    found = []
-    for name, problem in plan.problems().items():
-        for part, own in algorithms.layer_problems(problem, layers[name].forward).items():
-            one = getattr(layers[name], part)
-            schedule = algorithms.schedule(own, one, view(one, plan.mesh_shape))
-            found.append(memory.extra_bytes(part, problem, schedule, plan.mesh_shape.num_chips))
-    return max(found)

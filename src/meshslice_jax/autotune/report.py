@@ -1,11 +1,13 @@
 """What the tuner found out about every mesh, and why all but one lost."""
 
 import dataclasses
+import math
 from typing import Literal
 
 from meshslice_jax import algorithms
 from meshslice_jax.algorithms import layer_problems
 from meshslice_jax.autotune.chain import Block, Solution
+from meshslice_jax.autotune.relayout import placement
 from meshslice_jax.cost import CostBreakdown, seconds
 from meshslice_jax.hardware import HardwareSpec
 from meshslice_jax.mesh import MeshShape
@@ -62,9 +64,48 @@ class TuneReport:
         return tuple(one for one in self.meshes if one.status in ("slower", "bounded"))
 
     @property
+    def notes(self) -> list[str]:
+        """What a user of the plan should know that no number of it says."""
+        return [*_too_long(self.plan), *_not_local(self.plan)]
+
+    @property
     def rejected(self) -> tuple[MeshReport, ...]:
         """The meshes on which nothing runs."""
         return tuple(one for one in self.meshes if one.status == "rejected")
+
+
+def _too_long(plan: ModelPlan) -> list[str]:
+    """Whether sequences are longer than those that the model was trained with."""
+    if plan.seq_len <= plan.model.seq_len:
+        return []
+    return [
+        f"seq_len {plan.seq_len} is more than the {plan.model.seq_len} tokens that "
+        f"{plan.model.name} was made for; its {plan.model.positions} positions go on, how well is "
+        "not the plan's"
+    ]
+
+
+def _not_local(plan: ModelPlan) -> list[str]:
+    """Whether attention would need more than what a chip has of qkv's output."""
+    tokens, features = (
+        math.prod(plan.mesh_shape.size(axis) for axis in axes)
+        for axes in placement(plan.layers["qkv"].forward, "out", plan.mesh_shape)
+    )
+    wanted = (
+        ("kv_heads", plan.model.kv_heads, features),
+        ("batch of a replica", plan.batch // plan.data_parallel, tokens),
+    )
+    faults = [
+        f"{name} = {extent} is not divisible by the {chips} chips over which it would lie"
+        for name, extent, chips in wanted
+        if extent % chips
+    ]
+    if not faults:
+        return []
+    return [
+        f"attention is not local to a chip: {'; '.join(faults)}; moving q, k and v is not priced, "
+        "and nn.GPT refuses such a plan"
+    ]
 
 
 def counted(number: int, noun: str) -> str:
@@ -136,7 +177,7 @@ def _pass(schedule: Schedule, cost: CostBreakdown) -> PassPrediction:
 def why_slower(loser: Prediction, winner: Prediction) -> str:
     """Where a slower block loses its time, in words."""
     gaps = {
-        "products": _summed(loser, "math_s") - _summed(winner, "math_s"),
+        "compute": _summed(loser, "math_s") - _summed(winner, "math_s"),
         "exposed communication": _summed(loser, "exposed_s") - _summed(winner, "exposed_s"),
         "relayouts": loser.relayout_s - winner.relayout_s,
         "gradients' all-reduce": loser.data_parallel_s - winner.data_parallel_s,

@@ -401,7 +401,7 @@ def _bounded(job: Job, best_s: float) -> MeshReport:
         block_s=job.floor_s,
         memory_bytes=None,
         reason=(
-            f"at least {job.floor_s / best_s - 1:+.1%}: products and bytes at full link rate "
-            "alone take longer than the chosen block"
+            f"at least {job.floor_s / best_s - 1:+.1%}: compute alone, or bytes at the full link "
+            "rate, take longer than the chosen block"
         ),
     )

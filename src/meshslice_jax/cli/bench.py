@@ -129,7 +129,7 @@ def bench(
                 repeats=repeats,
                 hardware=_projection(spec, dtype, hardware),
             )
-            notes = _plan_notes(model_plan, scale)
+            notes = _plan_notes(model_plan, scale) + plan_report.stale_notes(model_plan, spec)
         if dtype == "float64":
             jax.config.update("jax_enable_x64", True)
         found = common.find_devices(platform, options.mesh_shape, devices)

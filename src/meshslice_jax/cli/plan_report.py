@@ -6,6 +6,8 @@ from meshslice_jax import algorithms
 from meshslice_jax.algorithms import layer_problems
 from meshslice_jax.autotune import MeshReport, TuneReport
 from meshslice_jax.autotune.finalists import Finalist
+from meshslice_jax.autotune.report import counted
+from meshslice_jax.autotune.reprice import stale
 from meshslice_jax.cli import common
 from meshslice_jax.cli.tables import megabytes, milliseconds, print_table
 from meshslice_jax.compiled.candidates import form_of
@@ -47,7 +49,13 @@ def print_tuned(console: Console, found: TuneReport, spec: HardwareSpec) -> None
       spec: the profile that it was tuned for.
     """
     common.say(console, common.profile_line(spec))
-    common.say(console, plan_line(found.plan) + f", search {found.search}")
+    common.say(
+        console,
+        f"{plan_line(found.plan)}, search {found.search}; between chips partial sums travel in "
+        f"{_carried(found.plan)}",
+    )
+    for note in found.notes:
+        common.say(console, f"note: {note}")
     print_plan(console, found.plan)
     limit = found.memory_limit_bytes
     held = found.plan.predicted.memory_bytes
@@ -98,10 +106,34 @@ def print_finalists(console: Console, ranked: list[Finalist], topology: str) -> 
 def plan_line(plan: ModelPlan) -> str:
     """What a plan is for, in one line."""
     replicas = f" x {plan.data_parallel} replicas" if plan.data_parallel > 1 else ""
+    chips = counted(plan.num_chips, "chip")
     return (
-        f"{plan.model.name} on {plan.num_chips} chips: mesh {plan.mesh_shape}{replicas}, batch "
+        f"{plan.model.name} on {chips}: mesh {plan.mesh_shape}{replicas}, batch "
         f"{plan.batch} x {plan.seq_len} tokens, {plan.dtype}"
     )
+
+
+def _carried(plan: ModelPlan) -> str:
+    """What the reduce-scatters of a plan carry, with the field that says so."""
+    found = {own.reduce_dtype for layer in plan.layers.values() for own in vars(layer).values()}
+    words = {"output": plan.dtype}
+    return " and ".join(f"{words.get(one, one)} (reduce_dtype {one})" for one in sorted(found))
+
+
+def stale_notes(plan: ModelPlan, spec: HardwareSpec) -> list[str]:
+    """A note where the numbers that a plan carries are not the model's, or nothing.
+
+    Args:
+      plan: the plan, from a file.
+      spec: the profile that it is used with.
+    """
+    found = stale(plan, spec)
+    if not found:
+        return []
+    return [
+        f"note: the plan's own prediction is not what the model gives for it on {plan.hardware} "
+        f"({counted(len(found), 'number')}: {found[0]}); another version wrote it, or it was edited"
+    ]
 
 
 def print_plan(console: Console, plan: ModelPlan) -> None:
@@ -121,7 +153,7 @@ def print_plan(console: Console, plan: ModelPlan) -> None:
     print_table(console, COLUMNS, rows, expendable=EXPENDABLE)
     console.print()
     parts = {
-        "products": predicted.fc_s,
+        "FC layers": predicted.fc_s,
         "relayouts between layers": predicted.relayout_s,
         "gradients' all-reduce over replicas": predicted.data_parallel_s,
     }
@@ -129,7 +161,8 @@ def print_plan(console: Console, plan: ModelPlan) -> None:
     common.say(
         console,
         f"one block, forward and backward: {milliseconds(predicted.block_s)} ms ({shown}); "
-        f"utilisation {predicted.utilisation:.1%}; {plan.model.layers} such blocks make the model",
+        f"utilisation {predicted.utilisation:.1%}; the model has "
+        f"{counted(plan.model.layers, 'such block')}",
     )
     if plan.modelled_only:
         common.say(

@@ -62,7 +62,8 @@ def print_bench(
     console.print(
         f"mesh {options.mesh_shape}, {options.repeats} interleaved rounds; ms and compile s are "
         "measured, MB (sent by one chip along an axis, held by one chip) are by the schedule; "
-        "flow is the pass's own dataflow, after the layer's where they differ",
+        "flow is the pass's own dataflow, after the layer's where they differ; /gspmd and "
+        "/dense are medians of the ratios within each round",
         soft_wrap=True,
     )
     for note in (_projection_note(options), *notes):

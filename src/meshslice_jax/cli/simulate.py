@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from meshslice_jax.cli import common, simulation_report
+from meshslice_jax.cli import common, plan_report, simulation_report
 from meshslice_jax.faults import Faults
 from meshslice_jax.plan_simulation import PlanSimulation, simulate_plan
 from meshslice_jax.timeline import write_trace
@@ -67,6 +67,8 @@ def simulate(
         )
         if trace is not None:
             _write_trace(found, trace)
+    for note in plan_report.stale_notes(found.plan, found.hardware):
+        common.say(common.stdout(), note)
     simulation_report.print_simulation(common.stdout(), found)
     if plot is not None:
         simulation_report.write_plot(found, plot)

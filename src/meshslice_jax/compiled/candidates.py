@@ -80,11 +80,8 @@ class Space:
     given: Mapping[str, bool | int | float | str] | None = None
 
     def __post_init__(self):
-        known = (*algorithms.ALGORITHMS, "gspmd")
-        if unknown := [name for name in self.algorithms if name not in known]:
-            raise ValueError(
-                f"unknown algorithm {', '.join(map(repr, unknown))}; there are {', '.join(known)}"
-            )
+        for name in self.algorithms:
+            algorithms.check_name(name, (*algorithms.ALGORITHMS, "gspmd"))
         if unknown := [name for name in self.option_sets if name not in OPTION_SETS]:
             raise ValueError(
                 f"unknown option set {', '.join(map(repr, unknown))}; there are "
@@ -125,7 +122,7 @@ def candidates(
     found = []
     for name in space.algorithms:
         if name == "gspmd":
-            plan = dataclasses.replace(base, algorithm="collective", slice_count=1)
+            plan = algorithms.with_algorithm(base, "collective")
             if algorithms.fits(problem, plan, space.view(plan)):
                 for mode, extra in GSPMD_MODES.items():
                     found += _with_options(space, "gspmd", plan, mode, extra)
@@ -166,10 +163,11 @@ def _with_options(space, name, plan, form, extra=GSPMD_MODES["windowed"]) -> lis
 
 def _plans(space: Space, name: str, base: GemmPlan, moves: bool) -> Iterator[GemmPlan]:
     """The plans of one algorithm, whether they fit or not; `moves` says if the weight does."""
-    plan = dataclasses.replace(base, algorithm=name, slice_count=1)
+    plan = algorithms.with_algorithm(base, name)
     options = algorithms.ALGORITHMS[name].options
-    if "ring" in options:
-        yield from _rings(space, plan)
+    if "ring_form" in options:
+        own = base.slice_count if base.algorithm == name else 1
+        yield from _rings(space, plan, own)
     elif "block_size" in options:
         layouts = space.layouts if moves else ("natural",)
         for form, count, layout in itertools.product(
@@ -181,19 +179,23 @@ def _plans(space: Space, name: str, base: GemmPlan, moves: bool) -> Iterator[Gem
         yield plan
 
 
-def _rings(space: Space, plan: GemmPlan) -> Iterator[GemmPlan]:
-    """Wang's forms: which collective is ringed, what goes round, merged steps, two levels."""
-    for ring in ("row", "col"):
-        length = space.view(plan).size(ring)
-        along = dataclasses.replace(plan, ring=ring)
+def _rings(space: Space, plan: GemmPlan, own: int) -> Iterator[GemmPlan]:
+    """Forms of a ring: which collective is ringed, what goes round, merged steps, two levels.
+
+    `own` is the slice count that somebody chose for the algorithm, 1 if nobody did.
+    """
+    algorithm = algorithms.algorithm_of(plan)
+    view, flat = algorithm.view(plan, space.view(plan)), algorithm.flatten(plan)
+    for ring in ("row", "col") if flat is None else (flat,):
+        length = view.size(ring)
+        along = dataclasses.replace(plan, ring=ring) if flat is None else plan
         yield along
-        for merged in (2, 4):
-            if length > merged:
-                yield dataclasses.replace(along, slice_count=length // merged)
+        merged = {length // steps for steps in (2, 4) if length > steps} | {own}
+        for count in sorted(merged - {1}, reverse=True):
+            yield dataclasses.replace(along, slice_count=count)
         for form in ("halves", "whole", "one_way"):
             yield dataclasses.replace(along, ring_form=form)
-        scattered = _scattered(plan)
-        if scattered == ring and length > LONGEST_ALL_TO_ALL:
+        if _scattered(plan) == ring and length > LONGEST_ALL_TO_ALL:
             yield dataclasses.replace(along, ring_form="whole", scatter_group=_group(length))
 
 
