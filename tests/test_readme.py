@@ -1,4 +1,4 @@
-"""The README's Python blocks run as they stand, in order, in one new process."""
+"""The README's Python blocks run as they stand, each in a new process; its files are there."""
 
 import os
 import re
@@ -14,19 +14,29 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_python_blocks_run():
-    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert blocks
+BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_a_python_block_runs_by_itself(block):
     found = subprocess.run(
-        [sys.executable, "-W", "error", "-c", "\n".join(blocks)],
+        [sys.executable, "-W", "error", "-c", block],
         capture_output=True,
         text=True,
         env={key: value for key, value in os.environ.items() if not key.startswith("JAX_NUM")},
         timeout=120,
     )
     assert found.returncode == 0, found.stderr
-    promised = re.findall(r"print\(.*\)  # (.*)", "\n".join(blocks))
-    assert found.stdout.splitlines() == promised
+    assert found.stdout.splitlines() == re.findall(r"print\(.*\)  # (.*)", block)
+
+
+def test_files_that_commands_read_were_written_by_commands_before():
+    """Each --plan FILE follows an --out FILE, within the same block of commands."""
+    for block in re.findall(r"```sh\n(.*?)```", README, flags=re.DOTALL):
+        written = set()
+        for flag, name in re.findall(r"--(out|plan) (\S+)", block):
+            assert flag == "out" or name in written, f"--plan {name}"
+            written.add(name)
 
 
 def test_every_algorithm_is_in_the_table():
