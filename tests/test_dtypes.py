@@ -1,6 +1,7 @@
 """Dtypes: results, accumulation, precision, and error bounds on real numbers."""
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -237,7 +238,42 @@ def test_narrow_floats_meet_others_as_bfloat16():
     assert mixed.dtype == jnp.bfloat16 and (np.asarray(mixed, np.float32) == want).all()
 
 
-def test_a_result_of_no_numbers_is_refused():
-    x = jnp.ones((8, 8))
-    with pytest.raises(TypeError, match="preferred_element_type must be a type of numbers"):
-        ms.matmul(x, x, ms.GemmPlan(), mesh=ms.make_mesh((2, 2)), preferred_element_type=bool)
+#: Every dtype that jax.numpy names.
+DTYPES = sorted(
+    {jnp.dtype(kind).name for kind in vars(jnp).values() if isinstance(kind, type(jnp.float32))}
+)
+NARROW = re.compile(r"u?int[124]|float[46]_.*|bool")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_is_right_or_refused(dtype):
+    """As operands, with a result of their own kind and a wide one, and as the result."""
+    assert len(DTYPES) >= 28
+    plan, mesh = ms.GemmPlan(dataflow="ls", slice_count=2), ms.make_mesh((2, 2))
+    values = np.random.default_rng(0).choice([1.0, 2.0], (8, 8))  # what every dtype has
+    wanted, ones = values @ values, np.ones((8, 8), "int8")
+
+    def product(x, preferred=None):
+        return ms.matmul(x, x, plan, mesh=mesh, preferred_element_type=preferred)
+
+    with jax.enable_x64("64" in dtype or "128" in dtype):
+        if NARROW.fullmatch(dtype):
+            for given in (np.zeros((8, 8), dtype), jax.ShapeDtypeStruct((8, 8), dtype)):
+                with pytest.raises(TypeError, match=f"lhs has dtype {dtype}, .* 8 bits or more"):
+                    jax.eval_shape(product, given)
+            with pytest.raises(TypeError, match=f"preferred_element_type is dtype {dtype}, "):
+                product(ones, dtype)
+            return
+        x = values.astype(dtype)
+        wide = promoted_dtype(dtype, "float32") if jnp.issubdtype(dtype, jnp.inexact) else None
+        for found in (product(x), product(x, wide)):
+            assert (np.asarray(found) == wanted.astype(found.dtype)).all()
+        assert (np.asarray(product(ones, dtype)) == np.full((8, 8), 8).astype(dtype)).all()
+
+
+def test_a_result_that_does_not_hold_the_numbers_is_refused():
+    plan, mesh = ms.GemmPlan(), ms.make_mesh((2, 2))
+    for wanted in ("float32", "int8"):
+        x = np.ones((8, 8), "complex64")
+        with pytest.raises(TypeError, match=f"{wanted}, which does not hold a result of complex"):
+            ms.matmul(x, x, plan, mesh=mesh, preferred_element_type=wanted)

@@ -24,7 +24,13 @@ from meshslice_jax import algorithms, collectives, compat, layout
 from meshslice_jax.algorithms.base import Job, wire_dtype
 from meshslice_jax.dataflow import Contraction
 from meshslice_jax.plan import GemmPlan, LayerPlan, as_layer_plan
-from meshslice_jax.problem import ROLES, GemmProblem, accumulation_dtype, promoted_dtype
+from meshslice_jax.problem import (
+    ROLES,
+    GemmProblem,
+    accumulation_dtype,
+    dtype_fault,
+    promoted_dtype,
+)
 from meshslice_jax.site import Site, as_matrix, axes_in, find_site, spec_entry
 
 
@@ -72,7 +78,8 @@ def matmul(
     Raises:
       ValueError: no mesh, an axis that the mesh lacks, shapes that do not multiply,
         extents that the plan does not cut evenly (see `check`).
-      TypeError: operands that are not matrices of numbers, or not a plan.
+      TypeError: operands that are not matrices of numbers of 8 bits or more, a
+        preferred_element_type that does not hold their products, or not a plan.
     """
     plan = as_layer_plan(plan)
     if isinstance(lhs, layout.StoredRhs):
@@ -136,11 +143,17 @@ def of_one_replica(problem: GemmProblem, plan: LayerPlan, replicas: int) -> Gemm
 
 
 def _out_dtype(lhs, rhs, preferred) -> str:
-    if preferred is not None:
-        if not jnp.issubdtype(jnp.dtype(preferred), jnp.number):
-            raise TypeError(f"preferred_element_type must be a type of numbers, got {preferred!r}")
-        return jnp.dtype(preferred).name
     natural = promoted_dtype(lhs.dtype.name, rhs.dtype.name)
+    if preferred is not None:
+        preferred = jnp.dtype(preferred)
+        if fault := dtype_fault(preferred):
+            raise TypeError(f"preferred_element_type is {fault}")
+        if natural.startswith("complex") and preferred.kind != "c":
+            raise TypeError(
+                f"preferred_element_type is {preferred.name}, which does not hold a result of "
+                f"{natural}"
+            )
+        return preferred.name
     return accumulation_dtype(natural) if natural in ("int8", "uint8") else natural
 
 
@@ -165,10 +178,13 @@ class _Call:
     precision: object
     kept: str | None = None
 
+    def stored(self, role: str) -> Contraction:
+        """The contraction with a matrix as it comes or goes: what is kept, streamed index first."""
+        return self.contraction.streamed_first() if role == self.kept else self.contraction
+
     def spec(self, role: str) -> PartitionSpec:
         """The placement of a matrix; of all arrays of the one that is kept."""
-        stored = self.contraction.streamed_first() if role == self.kept else self.contraction
-        return _spec(stored, self.plan.forward, self.batched, role)
+        return _spec(self.stored(role), self.plan.forward, self.batched, role)
 
     def place(self, x, role: str):
         """Puts a matrix where the plan wants it."""
@@ -255,7 +271,7 @@ def _out_spec(call: _Call, lhs: jax.Array, rhs: jax.Array) -> PartitionSpec:
     """The output's type on Explicit axes: the plan's axes, and others that m and n had."""
     kept = {"lhs": _names_by_label(call, lhs, "lhs"), "rhs": _names_by_label(call, rhs, "rhs")}
     entries = []
-    for label, entry in zip(call.contraction.out, call.spec("out"), strict=True):
+    for label, entry in zip(call.stored("out").indices("out"), call.spec("out"), strict=True):
         source = "lhs" if label == "m" else "rhs"
         used = {name for done in entries for name in axes_in(done)}
         others = tuple(name for name in kept[source][label] if name not in used)
@@ -267,10 +283,10 @@ def _names_by_label(call: _Call, x: jax.Array, role: str) -> dict[str, tuple[str
     """For each index of an operand, the axes of its type that are not the plan's."""
     plan = call.plan.forward
     ours = {plan.row_axis, plan.col_axis, *plan.batch_axes}
-    spec = jax.typeof(x).sharding.spec
+    spec = jax.typeof(jax.tree.leaves(x)[0]).sharding.spec
     return {
         label: tuple(name for name in axes_in(entry) if name not in ours)
-        for label, entry in zip(call.contraction.indices(role), spec, strict=True)
+        for label, entry in zip(call.stored(role).indices(role), spec, strict=True)
     }
 
 
@@ -296,14 +312,14 @@ def _gradient(call: _Call, operands: dict[str, jax.Array], wrt: str) -> jax.Arra
         kept=call.kept and gradient.role(call.kept),
     )
     found = _product(part, operands[first], operands[second])
-    if call.site.explicit:
-        found = call.site.reshard(found, jax.typeof(operands[wrt]).sharding.spec)
-    return jax.tree.map(_summed_like, found, operands[wrt])
+    return jax.tree.map(functools.partial(_cotangent, call.site), found, operands[wrt])
 
 
-def _summed_like(found: jax.Array, operand: jax.Array) -> jax.Array:
-    """A cotangent, summed over the axes of a caller's shard_map along which the operand is the
-    same."""
+def _cotangent(site: Site, found: jax.Array, operand: jax.Array) -> jax.Array:
+    """A gradient with the operand's type, summed over the axes of a caller's shard_map along
+    which the operand is the same."""
+    if site.explicit:
+        found = site.reshard(found, jax.typeof(operand).sharding.spec)
     extra = compat.varying_axes(found) - compat.varying_axes(operand)
     if not extra:
         return found

@@ -27,6 +27,28 @@ def itemsize(dtype: str) -> int:
 
 
 @functools.lru_cache(maxsize=256)
+def dtype_fault(dtype: str | np.dtype) -> str | None:
+    """Why no product has matrices of a dtype; None where it may.
+
+    Compilers pack narrower elements, and XLA:CPU refuses most of what it is to do with them.
+    """
+    dtype = jnp.dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.number):
+        return (
+            f"dtype {dtype.name}, which is not a number; products are of numbers of 8 bits or more"
+        )
+    whole = jnp.issubdtype(dtype, jnp.integer)
+    info = jnp.iinfo(dtype) if whole else jnp.finfo(dtype)
+    if info.bits >= 8:
+        return None
+    wide = ("int8" if info.min < 0 else "uint8") if whole else "bfloat16"
+    return (
+        f"dtype {dtype.name}, and products are of numbers of 8 bits or more; cast it to {wide!r}, "
+        "which holds it exactly"
+    )
+
+
+@functools.lru_cache(maxsize=256)
 def accumulation_dtype(dtype: str | np.dtype) -> str:
     """The dtype in which local sums over slices and steps are kept.
 

@@ -26,13 +26,14 @@ from meshslice_jax import compat
 from meshslice_jax.collectives import Axis
 from meshslice_jax.mesh import MeshShape
 from meshslice_jax.plan import GemmPlan
+from meshslice_jax.problem import dtype_fault
 
 
 def as_matrix(x, role: str):
     """An operand as a matrix of numbers, or whatever has the shape and dtype of one.
 
     Raises:
-      TypeError: it is none.
+      TypeError: it is none, or of numbers of less than 8 bits.
     """
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         x = jnp.asarray(x)
@@ -42,8 +43,8 @@ def as_matrix(x, role: str):
             f"{role} must be a matrix {names}, got shape {tuple(x.shape)}; flatten other "
             "dimensions first, or use ms.dot_general"
         )
-    if not jnp.issubdtype(x.dtype, jnp.number):
-        raise TypeError(f"{role} must hold numbers, got dtype {x.dtype}")
+    if fault := dtype_fault(x.dtype):
+        raise TypeError(f"{role} has {fault}")
     return x
 
 
