@@ -1,6 +1,8 @@
 """Checks: what is refused says every role, size and axis, and what would fit."""
 
+import dataclasses
 import itertools
+import re
 
 import jax
 import numpy as np
@@ -59,11 +61,25 @@ def test_what_would_fit_is_named():
         (ms.GemmPlan(algorithm="tp1d", dataflow="os"), "no forward product .* it has 'rs'"),
         (ms.GemmPlan(algorithm="tp1d", dataflow="ls"), "no forward product with dataflow 'ls'"),
         (ms.GemmPlan(algorithm="systolic"), "unknown algorithm 'systolic'; there are meshslice"),
+        (ms.GemmPlan(algorithm="mesh_slice"), "did you mean 'meshslice'[?] There are meshslice"),
         (ms.GemmPlan(block_size=3), "slice_count 1 x block_size 3 does not divide"),
+        (
+            ms.GemmPlan(reduce_scatter="ring", scatter_group=3, dataflow="rs"),
+            "scatter_group 3 does not divide the 2 chips .* what fits: scatter_group=1 or 2$",
+        ),
+        (
+            ms.GemmPlan(scatter_group=2),
+            "2 needs reduce_scatter 'ring', the plan has 'native'; use scatter_group=1$",
+        ),
+        (
+            ms.GemmPlan(algorithm="wang", scatter_group=2),
+            "needs ring_form 'whole' or 'one_way', the plan has 'joined'; use scatter_group=1$",
+        ),
     ],
     ids=lambda value: "" if isinstance(value, ms.GemmPlan) else value[:25],
 )  # fmt: skip
 def test_faults_of_algorithms(plan, words):
+    words = "(?m)" + words
     with pytest.raises(ValueError, match=words):
         ms.check(plan, 16, 16, 16, MESH)
     with pytest.raises(ValueError, match=words):
@@ -73,6 +89,70 @@ def test_faults_of_algorithms(plan, words):
             plan,
             mesh=ms.make_mesh(MESH),
         )
+
+
+#: A value of each option that is not its default.
+SET = {
+    "block_size": 2,
+    "taper": "head",
+    "rhs_layout": "sliced",
+    "reduce_scatter": "ring",
+    "scatter_group": 2,
+    "gather_order": "ordered",
+    "loop": "unrolled",
+    "ring": "row",
+    "ring_form": "whole",
+    "split": "row",
+    "packets": 2,
+}
+
+
+@pytest.mark.parametrize("name", ms.ALGORITHMS)
+def test_options_that_an_algorithm_does_not_read_are_refused(name):
+    options = {field for algorithm in ms.ALGORITHMS.values() for field in algorithm.options}
+    assert options == set(SET)
+    dataflow = ms.ALGORITHMS[name].forward_dataflows[0]
+    plain = ms.GemmPlan(algorithm=name, dataflow=dataflow)
+    problem, shape = GemmProblem(m=64, n=64, k=64), ms.MeshShape(2, 2)
+    for field, value in SET.items():
+        plan = dataclasses.replace(plain, **{field: value})
+        wrong = list(algorithms.field_faults(plan))
+        assert wrong == ([] if field in ms.ALGORITHMS[name].options else [field])
+        if not wrong:
+            continue
+        readers = [one for one, a in ms.ALGORITHMS.items() if field in a.options]
+        words = (
+            f"{name} does not read {field}={value!r}, only {', '.join(readers)} can: leave it at "
+            f"{getattr(plain, field)!r}"
+        )
+        with pytest.raises(ValueError, match=re.escape(words)):
+            ms.check(plan, 64, 64, 64, shape)
+        assert not algorithms.fits(problem, plan, shape)
+        with pytest.raises(ValueError, match=re.escape(words)) as caught:
+            ms.schedule(problem, plan, shape)
+        assert "what fits: slice_count in 1" in str(caught.value)  # of the plan without it
+
+
+@pytest.mark.parametrize(("old", "new"), list(itertools.product(ms.ALGORITHMS, repeat=2)))
+def test_a_plan_of_everything_runs_with_another_algorithm(old, new):
+    full = {field: SET[field] for field in ms.ALGORITHMS[old].options}
+    common = {"row_axis": "y", "col_axis": "x", "batch_axes": ("d",), "reduce_dtype": "output"}
+    common["dataflow"] = ms.ALGORITHMS[new].forward_dataflows[0]
+    plan = ms.GemmPlan(algorithm=old, slice_count=4, **full, **common)
+    split = {"split": plan.split} if new == "tp1d" else {}
+    other = algorithms.with_algorithm(plan, new)
+    assert other == ms.GemmPlan(algorithm=new, **common, **split)
+    ms.check(other, 64, 64, 64, (2, 2))
+
+
+def test_groups_are_of_the_product_whose_output_is_ringed():
+    """The forward product of tp1d's column gathers; only its gradient of lhs has groups."""
+    plan = ms.GemmPlan(algorithm="tp1d", dataflow="rs", ring_form="whole", scatter_group=2)
+    ms.check(plan, 64, 64, 64, (2, 2))
+    with pytest.raises(
+        ValueError, match=r"grad_lhs: .*(?s:.)*scatter_group 3 does not divide the 4"
+    ):
+        ms.check(dataclasses.replace(plan, scatter_group=3), 64, 64, 64, (2, 2))
 
 
 def test_one_dimensional_algorithms_name_the_flattened_ring():
@@ -89,6 +169,22 @@ def test_one_and_two_dimensional_plans_do_not_mix():
     )
     with pytest.raises(ValueError, match="grad_rhs runs 'fsdp', which places matrices otherwise"):
         ms.check(plan, 16, 16, 16, MESH)
+    column = ms.GemmPlan(algorithm="tp1d", dataflow="rs", split="column")
+    plan = ms.LayerPlan(
+        forward=column,
+        grad_lhs=dataclasses.replace(column.gradient("lhs"), split="row"),
+    )
+    with pytest.raises(ValueError, match=r"grad_lhs runs 'tp1d', which .* nor do the two splits"):
+        ms.check(plan, 16, 16, 16, MESH)
+
+
+def test_one_dimensional_algorithms_on_the_same_ring_mix():
+    forward = ms.GemmPlan(algorithm="tp1d", dataflow="rs", split="row")
+    plan = ms.LayerPlan(
+        forward=forward,
+        grad_lhs=algorithms.with_algorithm(forward.gradient("lhs"), "fsdp"),
+    )
+    ms.check(plan, 16, 16, 16, MESH)
 
 
 def test_negative_extents():
@@ -144,9 +240,11 @@ def test_check_accepts_exactly_what_runs(
     if slice_count == 1:
         block_size = None  # one slice has no blocks
     plan = ms.GemmPlan(
-        algorithm=algorithm, dataflow=dataflow, slice_count=slice_count, block_size=block_size,
-        packets=packets,
-    )  # fmt: skip
+        algorithm=algorithm,
+        dataflow=dataflow,
+        slice_count=slice_count,
+        **_read(algorithm, block_size=block_size, packets=packets),
+    )
     problem, shape = GemmProblem(m=extents[0], n=extents[1], k=extents[2]), ms.MeshShape(*mesh)
     accepted = algorithms.fits(problem, plan, shape)
     if algorithm in ("cannon", "collective") and slice_count > 1:
@@ -169,11 +267,23 @@ def test_check_accepts_exactly_what_runs(
     ring=st.sampled_from(["row", "col"]),
     ring_form=st.sampled_from(["joined", "halves", "whole", "one_way"]),
 )
-def test_other_forms_that_check_accepts_run(mesh, extents, **fields):
-    plan = ms.GemmPlan(**fields)
+def test_other_forms_that_check_accepts_run(
+    algorithm, dataflow, mesh, extents, slice_count, **fields
+):
+    plan = ms.GemmPlan(
+        algorithm=algorithm,
+        dataflow=dataflow,
+        slice_count=slice_count,
+        **_read(algorithm, **fields),
+    )
     problem, shape = GemmProblem(m=extents[0], n=extents[1], k=extents[2]), ms.MeshShape(*mesh)
     if algorithms.fits(problem, plan, shape):
         assert _traces(problem, plan, shape)
+
+
+def _read(algorithm: str, **fields) -> dict[str, object]:
+    """Those fields that the algorithm reads."""
+    return {name: fields[name] for name in fields if name in ms.ALGORITHMS[algorithm].options}
 
 
 def _traces(problem, plan, shape) -> bool:
@@ -223,7 +333,9 @@ class TestOperands:
             ms.matmul(np.ones((8, 8)), np.ones((2, 8, 8)), ms.GemmPlan(), mesh=self.mesh)
 
     def test_kind(self):
-        with pytest.raises(TypeError, match="lhs must hold numbers, got dtype bool"):
+        with pytest.raises(
+            TypeError, match="lhs has dtype bool, which is not a number; products are of"
+        ):
             ms.matmul(np.ones((8, 8), bool), np.ones((8, 8)), ms.GemmPlan(), mesh=self.mesh)
 
     def test_plan(self):

@@ -166,9 +166,12 @@ def test_the_padding_fits_and_is_the_smallest(algorithm):
 def test_what_cannot_run_raises_and_says_the_way_out():
     mesh = ms.make_mesh((2, 4))
     op, x = ms.dot_general(PLAN, mesh=mesh), jnp.ones((3, 5, 10))
-    with pytest.raises(ValueError, match="lhs dimension k = 10 is not divisible") as caught:
+    words = (
+        r"(?s)lhs dimension k = 10 is not divisible.*m, n, k = 15, 8, 10; pad=True fills extents "
+        'up, on_unsupported="dense" runs lax.dot_general instead$'
+    )
+    with pytest.raises(ValueError, match=words):
         op(x, jnp.ones((10, 8)), (((2,), (0,)), ((), ())))
-    assert "m, n, k = 15, 8, 10; pad=True fills extents up" in caught.value.__notes__[0]
     scores = (((2,), (2,)), ((0,), (0,)))
     with pytest.raises(NotImplementedError, match=r"batch dimensions \(0,\) of lhs\[3, 5, 10\]"):
         op(x, x, scores)
@@ -183,8 +186,44 @@ def test_what_cannot_run_raises_and_says_the_way_out():
     with pytest.raises(TypeError):  # lax's own
         op(x, jnp.ones((11, 8)), (((2,), (0,)), ((), ())))
     cannon = ms.dot_general(ms.GemmPlan(algorithm="cannon"), mesh=mesh, pad=True)
-    with pytest.raises(ValueError, match="cannon needs a square mesh"):
+    with pytest.raises(ValueError, match="cannon needs a square mesh") as caught:
         cannon(x, jnp.ones((10, 8)), (((2,), (0,)), ((), ())))
+    assert 'on_unsupported="dense" runs' in str(caught.value) and "pad=True" not in str(
+        caught.value
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (ms.GemmPlan(algorithm="meshslic"), "did you mean 'meshslice'"),
+        (ms.GemmPlan(algorithm="fsdp", dataflow="rs"), "no forward product with dataflow 'rs'"),
+        (ms.GemmPlan(algorithm="collective", packets=4), "does not read packets=4, only summa can"),
+        (
+            ms.LayerPlan(
+                forward=ms.GemmPlan(),
+                grad_lhs=ms.GemmPlan(algorithm="cannon", dataflow="ls", ring_form="whole"),
+            ),
+            "grad_lhs: cannon does not read ring_form='whole'",
+        ),
+        (ms.GemmPlan(dataflow="rs", rhs_layout="sliced"), "is for a rhs that moves"),
+    ],
+)
+def test_a_plan_that_can_never_run_is_no_fallback(plan, words):
+    for on_unsupported in ("error", "dense"):
+        with pytest.raises(ValueError, match=words):
+            ms.dot_general(plan, on_unsupported=on_unsupported)
+
+
+def test_elements_of_less_than_a_byte_run_dense_where_asked_for():
+    op, x = ms.dot_general(PLAN, mesh=ms.make_mesh((2, 4))), jnp.ones((8, 8), jnp.int4)
+    dims = (((1,), (0,)), ((), ()))
+    with pytest.raises(NotImplementedError, match=r"lhs has dtype int4.*cast it to 'int8'"):
+        op(x, x, dims)
+    dense = ms.dot_general(PLAN, mesh=ms.make_mesh((2, 4)), on_unsupported="dense")
+    with product_log.recording() as log:
+        assert jax.eval_shape(lambda x: dense(x, x, dims), x).dtype == jnp.int4
+    assert "dtype int4" in log[0].reason
 
 
 def test_dense_where_asked_for_and_always_with_its_reason():

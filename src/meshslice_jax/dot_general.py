@@ -26,12 +26,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from meshslice_jax import gemm, product_log
+from meshslice_jax import algorithms, gemm, product_log
 from meshslice_jax.flatten import as_matrix, from_matrix
 from meshslice_jax.layout import StoredRhs
 from meshslice_jax.padding import padded_extents
 from meshslice_jax.plan import GemmPlan, LayerPlan, as_layer_plan
-from meshslice_jax.problem import GemmProblem
+from meshslice_jax.problem import GemmProblem, dtype_fault
 from meshslice_jax.site import Site, find_site
 
 
@@ -58,7 +58,8 @@ def dot_general(
       differentiable to any order.
 
     Raises:
-      ValueError: on_unsupported is neither of the two.
+      ValueError: on_unsupported is neither of the two, or the plan can run no product: an
+        unknown algorithm, one without this forward dataflow, options that it does not read.
       TypeError: plan is no plan.
     """
     return DotGeneral(
@@ -80,6 +81,7 @@ class DotGeneral:
             raise ValueError(
                 f'on_unsupported={self.on_unsupported!r} is neither "error" nor "dense"'
             )
+        algorithms.check_plan(self.plan)
 
     def __call__(
         self,
@@ -167,12 +169,12 @@ class DotGeneral:
             except ValueError as error:
                 if self.on_unsupported == "dense":
                     return str(error)
-                error.add_note(
-                    f"dot_general flattened lhs{list(lhs.shape)} and rhs{list(rhs.shape)} to "
-                    f"m, n, k = {', '.join(map(str, found.extents))}; pad=True fills extents up, "
-                    'on_unsupported="dense" runs lax.dot_general instead'
-                )
-                raise
+                pad = "" if self.pad else "pad=True fills extents up, "
+                raise ValueError(
+                    f"{error}\n  dot_general flattened lhs{list(lhs.shape)} and "
+                    f"rhs{list(rhs.shape)} to m, n, k = {', '.join(map(str, found.extents))}; "
+                    f'{pad}on_unsupported="dense" runs lax.dot_general instead'
+                ) from None
         if self.on_unsupported == "dense":
             return fault
         raise NotImplementedError(
@@ -190,8 +192,8 @@ def _unsupported(lhs: jax.Array, rhs: jax.Array, dimension_numbers) -> str | Non
             f"of rhs{list(rhs.shape)} (sizes {sizes}) make this many products, not one"
         )
     for role, x in (("lhs", lhs), ("rhs", rhs)):
-        if not jnp.issubdtype(x.dtype, jnp.number):
-            return f"{role} has dtype {x.dtype}, which is not a number"
+        if fault := dtype_fault(x.dtype):
+            return f"{role} has {fault}"
     return None
 
 

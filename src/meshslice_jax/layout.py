@@ -23,12 +23,13 @@ import itertools
 
 import jax
 from jax import lax
+from jax.sharding import AxisType, PartitionSpec
 
 from meshslice_jax import algorithms, collectives
 from meshslice_jax.algorithms.meshslice import block_of, units
 from meshslice_jax.mesh import MeshShape
 from meshslice_jax.plan import GemmPlan, LayerPlan, as_layer_plan
-from meshslice_jax.site import Site, as_matrix, find_site
+from meshslice_jax.site import Site, as_matrix, find_site, spec_entry
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,7 +130,6 @@ def as_parts(rhs, plan: GemmPlan, site: Site):
 
     Raises:
       ValueError: it is stored for another plan or mesh.
-      NotImplementedError: a layout on a mesh with Explicit axes.
     """
     if plan.rhs_layout == "natural":
         if isinstance(rhs, StoredRhs):
@@ -138,14 +138,9 @@ def as_parts(rhs, plan: GemmPlan, site: Site):
                 "ms.from_layout(rhs), or the plan that it was stored for"
             )
         return rhs
-    if site.explicit:
-        raise NotImplementedError(
-            f"rhs_layout={plan.rhs_layout!r} on a mesh with Explicit axes; use a mesh with Auto "
-            "axes (ms.make_mesh), or rhs_layout='natural'"
-        )
     cut = cut_of(plan, rhs.shape, site.shape(plan))
     if not isinstance(rhs, StoredRhs):
-        return cut.parts(rhs)
+        return _parts(cut, rhs, plan, site)
     if rhs.cut != cut:
         raise ValueError(
             f"rhs is stored as {rhs.cut}, but the plan on this mesh needs {cut}; store it anew: "
@@ -176,12 +171,13 @@ def to_layout(rhs: jax.Array, plan: GemmPlan | LayerPlan, *, mesh=None) -> "jax.
         cut.
       TypeError: not a matrix of numbers, or one that is stored already.
     """
-    plan = as_layer_plan(plan).forward
+    layer = as_layer_plan(plan)
+    plan = layer.forward
     if plan.rhs_layout == "natural":
         return rhs
     if isinstance(rhs, StoredRhs):
         raise TypeError(f"rhs is stored {rhs.cut.layout!r} already; pass ms.from_layout(rhs)")
-    algorithms.check_layout(plan)
+    algorithms.check_plan(layer)
     rhs = as_matrix(rhs, "rhs")
     site = find_site(mesh, plan, (rhs,))
     shape = site.shape(plan)
@@ -194,9 +190,30 @@ def to_layout(rhs: jax.Array, plan: GemmPlan | LayerPlan, *, mesh=None) -> "jax.
                 f"{pieces} parts on each of the {size} chips of mesh axis {name!r}; see ms.check"
             )
     cut = cut_of(plan, rhs.shape, shape)
-    return StoredRhs(parts=cut.parts(rhs), cut=cut)
+    return StoredRhs(parts=_parts(cut, rhs, plan, site), cut=cut)
+
+
+def _parts(cut: Cut, rhs: jax.Array, plan: GemmPlan, site: Site) -> tuple[jax.Array, ...]:
+    """The stored arrays; on Explicit axes of the type that the plan gives them."""
+    if not site.explicit:
+        return cut.parts(rhs)
+    names = algorithms.axis_names(plan)
+    entries = [spec_entry(names[axis]) for axis in plan.contraction.placement("rhs")]
+    spec = site.on_explicit(PartitionSpec(*(entries[::-1] if cut.turned else entries)))
+    with site.context():
+        return jax.sharding.auto_axes(cut.parts, axes=site.explicit, out_sharding=spec)(rhs)
 
 
 def from_layout(stored: "jax.Array | StoredRhs") -> jax.Array:
     """The weight [k, n] of what `to_layout` made; any other array as it is."""
-    return stored.cut.whole(stored.parts) if isinstance(stored, StoredRhs) else stored
+    if not isinstance(stored, StoredRhs):
+        return stored
+    mesh, spec = (getattr(jax.typeof(stored.parts[0]).sharding, name) for name in ("mesh", "spec"))
+    types = {} if mesh.empty else dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    explicit = tuple(axis for axis in types if types[axis] == AxisType.Explicit)
+    if not explicit:
+        return stored.cut.whole(stored.parts)
+    spec = PartitionSpec(*(spec[::-1] if stored.cut.turned else spec))
+    with jax.sharding.use_abstract_mesh(mesh):
+        whole = jax.sharding.auto_axes(stored.cut.whole, axes=explicit, out_sharding=spec)
+        return whole(stored.parts)

@@ -266,6 +266,9 @@ def _layer(name: str, raw: msgspec.Raw) -> LayerPlan:
         for part in PASSES
         if getattr(layer, part) is not None
     }
+    for part, plan in passes.items():
+        for field, fault in algorithms.field_faults(plan).items():
+            raise ValueError(f"{fault} - at `$.layers.{name}.{part}.{field}`")
     try:
         return LayerPlan(**passes)
     except ValueError as error:

@@ -36,6 +36,7 @@ def padded_extents(
       ValueError: no extents run as planned on this mesh (Cannon's on one that is not
         square); the message is that of `check`.
     """
+    algorithms.check_plan(plan)
     enough = _enough(plan, mesh_shape)
     safe = GemmProblem(m=enough, n=enough, k=enough)
     if not _fits(plan, safe, mesh_shape):
@@ -55,8 +56,6 @@ def padded_extents(
 
 
 def _fits(plan: LayerPlan, problem: GemmProblem, shape: MeshShape) -> bool:
-    if plan.forward.dataflow not in algorithms.algorithm_of(plan.forward).forward_dataflows:
-        return False
     parts = algorithms.layer_problems(problem, plan.forward)
     return all(algorithms.fits(part, getattr(plan, name), shape) for name, part in parts.items())
 

@@ -154,7 +154,7 @@ def _positive(field: str, value) -> None:
 
 
 #: What the three products of a layer must agree on, ...
-_SHARED = ("dataflow", "row_axis", "col_axis", "batch_axes", "split", "rhs_layout")
+_SHARED = ("dataflow", "row_axis", "col_axis", "batch_axes", "rhs_layout")
 #: ... and what else they must, where the weight is stored in slices.
 _STORED = ("algorithm", "slice_count", "block_size", "taper")
 

@@ -1,7 +1,9 @@
 """The registry of algorithms, and the check that every plan passes first."""
 
 import dataclasses
+import difflib
 import types
+from collections.abc import Iterable
 
 from meshslice_jax.algorithms.base import Algorithm, divisibility_faults
 from meshslice_jax.algorithms.cannon import CANNON
@@ -20,6 +22,31 @@ from meshslice_jax.schedule import Schedule
 ALGORITHMS = types.MappingProxyType(
     {a.name: a for a in (MESHSLICE, COLLECTIVE, SUMMA, CANNON, WANG, TP1D, FSDP)}
 )
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(GemmPlan)}
+#: What a plan says beside an algorithm's steps and forms.
+_COMMON = ("dataflow", "row_axis", "col_axis", "batch_axes", "reduce_dtype", "split")
+#: Algorithm -> the options of others, which it does not read, with their defaults.
+_UNREAD = {
+    name: {
+        field: _DEFAULTS[field]
+        for field in dict.fromkeys(field for a in ALGORITHMS.values() for field in a.options)
+        if field not in algorithm.options
+    }
+    for name, algorithm in ALGORITHMS.items()
+}
+
+
+def check_name(name: str, known: Iterable[str] = tuple(ALGORITHMS)) -> None:
+    """Returns if there is an algorithm of that name.
+
+    Raises:
+      ValueError: there is not; the message has those that are known, the closest first.
+    """
+    if name in known:
+        return
+    close = difflib.get_close_matches(str(name), known, 1)
+    meant = f"did you mean {close[0]!r}? There" if close else "there"
+    raise ValueError(f"unknown algorithm {name!r}; {meant} are {', '.join(known)}")
 
 
 def algorithm_of(plan: GemmPlan) -> Algorithm:
@@ -28,12 +55,36 @@ def algorithm_of(plan: GemmPlan) -> Algorithm:
     Raises:
       ValueError: there is none of that name.
     """
+    check_name(plan.algorithm)
+    return ALGORITHMS[plan.algorithm]
+
+
+def with_algorithm(plan: GemmPlan, name: str) -> GemmPlan:
+    """The plan for another algorithm, or the same: dataflow, axes, dtypes and split, no more."""
+    check_name(name)
+    kept = [field for field in _COMMON if field not in _UNREAD[name]]
+    return GemmPlan(algorithm=name, **{field: getattr(plan, field) for field in kept})
+
+
+def field_faults(plan: GemmPlan) -> dict[str, str]:
+    """What is wrong with a plan whatever it multiplies: field -> the fault.
+
+    An algorithm that is unknown, or options that it does not read.
+    """
     try:
-        return ALGORITHMS[plan.algorithm]
-    except KeyError:
-        raise ValueError(
-            f"unknown algorithm {plan.algorithm!r}; there are {', '.join(ALGORITHMS)}"
-        ) from None
+        check_name(plan.algorithm)
+    except ValueError as error:
+        return {"algorithm": str(error)}
+    found = {}
+    for field, default in _UNREAD[plan.algorithm].items():
+        value = getattr(plan, field)
+        if value != default:
+            readers = [name for name, a in ALGORITHMS.items() if field in a.options]
+            found[field] = (
+                f"{plan.algorithm} does not read {field}={value!r}, only {', '.join(readers)} "
+                f"can: leave it at {default!r}, or use another algorithm"
+            )
+    return found
 
 
 def axis_names(plan: GemmPlan) -> dict[str, tuple[str, ...]]:
@@ -47,7 +98,7 @@ def find_faults(problem: GemmProblem, plan: GemmPlan, mesh_shape: MeshShape) -> 
     found = divisibility_faults(
         problem, plan, algorithm.view(plan, shape), algorithm.axis_names(plan)
     )
-    return found + algorithm.faults(problem, plan, shape)
+    return [*field_faults(plan).values(), *found, *algorithm.faults(problem, plan, shape)]
 
 
 def schedule(problem: GemmProblem, plan: GemmPlan, mesh_shape: tuple[int, int]) -> Schedule:
@@ -96,6 +147,21 @@ def check(plan: GemmPlan | LayerPlan, m: int, n: int, k: int, mesh_shape: tuple[
 
 def check_problem(plan: LayerPlan, problem: GemmProblem, shape: MeshShape) -> None:
     """`check` for a problem; all three products of the layer."""
+    check_plan(plan)
+    for name, part in layer_problems(problem, plan.forward).items():
+        part_plan = getattr(plan, name)
+        if found := find_faults(part, part_plan, shape):
+            raise ValueError(_message(part, part_plan, shape, found, name))
+
+
+def check_plan(plan: LayerPlan) -> None:
+    """Returns if a layer's plan can run at all, on some extents and some mesh.
+
+    Raises:
+      ValueError: it cannot: an unknown algorithm, one without this forward product, options
+        that it does not read, a layout of a weight that stays put, or backward products that
+        place matrices otherwise.
+    """
     forward = plan.forward
     algorithm = algorithm_of(forward)
     if forward.dataflow not in algorithm.forward_dataflows:
@@ -104,36 +170,20 @@ def check_problem(plan: LayerPlan, problem: GemmProblem, shape: MeshShape) -> No
             f"{algorithm.name} ({algorithm.summary}) has no forward product with dataflow "
             f"{forward.dataflow.value!r}; it has {legal}"
         )
-    check_layout(forward)
-    for name, part in layer_problems(problem, forward).items():
-        part_plan = getattr(plan, name)
-        if axis_names(part_plan) != axis_names(forward):
+    for name in ("forward", "grad_lhs", "grad_rhs"):
+        part = getattr(plan, name)
+        if wrong := field_faults(part):
+            raise ValueError(f"{name}: " + "; ".join(wrong.values()))
+        if axis_names(part) != axis_names(forward):
             raise ValueError(
-                f"{name} runs {part_plan.algorithm!r}, which places matrices otherwise than "
-                f"the forward product's {forward.algorithm!r}; 1D and 2D algorithms do not mix"
+                f"{name} runs {part.algorithm!r}, which places matrices otherwise than "
+                f"the forward product's {forward.algorithm!r}; 1D and 2D algorithms do not mix, "
+                "nor do the two splits"
             )
-        if found := find_faults(part, part_plan, shape):
-            raise ValueError(_message(part, part_plan, shape, found, name))
-
-
-def check_layout(plan: GemmPlan) -> None:
-    """Returns if a forward plan's weight can be stored as its `rhs_layout` says.
-
-    Raises:
-      ValueError: the algorithm knows no layouts, or the weight does not move.
-    """
-    if plan.rhs_layout == "natural":
-        return
-    if "rhs_layout" not in algorithm_of(plan).options:
+    if forward.rhs_layout != "natural" and forward.contraction.stationary == "rhs":
         raise ValueError(
-            f"{plan.algorithm} knows no rhs_layout {plan.rhs_layout!r}: it is for "
-            f"{', '.join(n for n, a in ALGORITHMS.items() if 'rhs_layout' in a.options)}; use "
-            "'natural'"
-        )
-    if plan.contraction.stationary == "rhs":
-        raise ValueError(
-            f"rhs_layout {plan.rhs_layout!r} is for a rhs that moves; with dataflow "
-            f"{plan.dataflow.value!r} it stays put: use 'natural'"
+            f"rhs_layout {forward.rhs_layout!r} is for a rhs that moves; with dataflow "
+            f"{forward.dataflow.value!r} it stays put: use 'natural'"
         )
 
 
@@ -171,7 +221,7 @@ def _message(problem, plan, shape, found, name="forward") -> str:
         f"({plan.row_axis!r} x {plan.col_axis!r}):"
     ]
     lines += [f"  - {fault}" for fault in found]
-    ways = []
+    plan, ways = dataclasses.replace(plan, **_UNREAD[plan.algorithm]), []
     if counts := _legal_slice_counts(problem, plan, shape):
         ways.append(f"slice_count in {_some(counts)}")
     if shapes := [s for s in factorisations(shape.num_chips) if fits(problem, plan, s)]:
@@ -181,7 +231,7 @@ def _message(problem, plan, shape, found, name="forward") -> str:
         for other in ALGORITHMS
         if other != plan.algorithm
         and plan.dataflow in ALGORITHMS[other].forward_dataflows
-        and fits(problem, dataclasses.replace(plan, algorithm=other, slice_count=1), shape)
+        and fits(problem, with_algorithm(plan, other), shape)
     ]
     if others:
         ways.append(f"algorithms {_some(others)}")

@@ -182,15 +182,16 @@ def block_of(plan: GemmPlan, extent: int, rows: int, cols: int) -> int:
 def faults(problem: GemmProblem, plan: GemmPlan, shape: MeshShape) -> list[str]:
     """Slices that do not cut the local streamed extents of both moving matrices."""
     extent, label = streamed_extent(problem, plan, shape), plan.contraction.streamed
-    block = plan.block_size or 1
-    if any(problem.extent(label) % size for size in shape):
-        return []  # no local extents to cut; the divisibility fault says so
-    found = scatter.faults(plan, shape, "reduce_scatter", ("ring",)) + in_line.faults(plan)
+    block, (_, out) = plan.block_size or 1, split_movers(plan)
+    chips = out and shape.size(out.axis)
+    found = scatter.faults(plan, "reduce_scatter", ("ring",), chips) + in_line.faults(plan)
     if plan.loop == "rolled" and not can_roll(plan):
         found.append(
             f"loop='rolled' runs slices that are alike: taper={plan.taper!r}, "
             f"rhs_layout={plan.rhs_layout!r} do not"
         )
+    if any(problem.extent(label) % size for size in shape):
+        return found  # no local extents to cut; the divisibility fault says so
     pieces = sum(units(plan)[1])
     if extent % (pieces * block) == 0:
         return found

@@ -260,7 +260,8 @@ def _offsets(sizes: tuple[int, ...]) -> list[int]:
 def faults(problem: GemmProblem, plan: GemmPlan, view: MeshShape, ring_axis: str) -> list[str]:
     """A slice count that does not divide the ring, or a form that does not do what is asked."""
     ring, label, form = view.size(ring_axis), plan.contraction.streamed, plan.ring_form
-    found = scatter.faults(plan, view, "ring_form", _WHOLE)
+    ringed, _ = _ringed(plan.contraction.movers, ring_axis)
+    found = scatter.faults(plan, "ring_form", _WHOLE, None if ringed.is_input else ring)
     if ring % plan.slice_count:
         found.append(f"slice_count {plan.slice_count} does not divide the ring of {ring} chips")
     elif plan.slice_count > 1 and form != "joined":

@@ -33,7 +33,7 @@ from jax import lax
 from meshslice_jax import collectives
 from meshslice_jax.algorithms.base import Job, collective, shard_bytes, transfers
 from meshslice_jax.dataflow import Mover
-from meshslice_jax.mesh import MeshShape
+from meshslice_jax.mesh import MeshShape, divisors
 from meshslice_jax.plan import GemmPlan
 from meshslice_jax.problem import GemmProblem
 from meshslice_jax.schedule import Product, Transfer
@@ -168,24 +168,28 @@ def chunked(product: Product, plan: GemmPlan, mover: Mover | None, view: MeshSha
     return dataclasses.replace(product, count=chunks, **{streamed: part})
 
 
-def faults(plan: GemmPlan, view: MeshShape, field: str, ringed: tuple[str, ...]) -> list[str]:
-    """Groups that do not divide the scattered axis, or of a plan that runs no ring over them.
+def faults(plan: GemmPlan, field: str, ringed: tuple[str, ...], chips: int | None) -> list[str]:
+    """Groups of a plan that runs no ring over them, or that do not divide the ring.
 
     Args:
       plan: the plan of a product.
-      view: the mesh as the algorithm sees it.
       field: the field of its plan that decides whether a moving output is ringed.
       ringed: the values with which it is.
+      chips: of the axis along which the output is ringed then; None where it is not, so that
+        only another product of the layer has groups.
     """
-    if plan.scatter_group == 1:
+    group = plan.scatter_group
+    if group == 1:
         return []
     if getattr(plan, field) not in ringed:
         values = " or ".join(map(repr, ringed))
-        return [f"scatter_group {plan.scatter_group} needs {field} {values}"]
-    out = [mover for mover in plan.contraction.movers if not mover.is_input]
+        return [
+            f"scatter_group {group} needs {field} {values}, the plan has "
+            f"{getattr(plan, field)!r}; use scatter_group=1"
+        ]
+    if chips is None or chips % group == 0:
+        return []
     return [
-        f"scatter_group {plan.scatter_group} does not divide the {view.size(mover.axis)} chips "
-        f"of the axis along which out is scattered ({mover.axis})"
-        for mover in out
-        if view.size(mover.axis) % plan.scatter_group
+        f"scatter_group {group} does not divide the {chips} chips of the axis along which out is "
+        f"scattered; what fits: scatter_group={' or '.join(map(str, divisors(chips)))}"
     ]

@@ -21,7 +21,7 @@ def kernel(lhs: jax.Array, rhs: jax.Array, job: Job) -> jax.Array:
 
 
 def faults(problem: GemmProblem, plan: GemmPlan, shape: MeshShape) -> list[str]:
-    """What the ring cannot do, and groups where no ringed output has them."""
+    """What the ring cannot do."""
     return ring.faults(problem, plan, shape, plan.ring)
 
 

@@ -9,7 +9,7 @@ algorithm and the overrides narrow either.
 import dataclasses
 from collections.abc import Mapping
 
-from meshslice_jax.algorithms import ALGORITHMS
+from meshslice_jax.algorithms import ALGORITHMS, check_name, check_plan, field_faults
 from meshslice_jax.autotune.layer import LayerSpace
 from meshslice_jax.autotune.product import TWO_D, Pins
 from meshslice_jax.dataflow import Dataflow
@@ -52,10 +52,8 @@ def layer_spaces(
     """
     if search not in SEARCHES:
         raise ValueError(f"tune: search={search!r} is not one of {', '.join(SEARCHES)}")
-    if algorithm is not None and algorithm not in ALGORITHMS:
-        raise ValueError(
-            f"tune: unknown algorithm {algorithm!r}; there are {', '.join(ALGORITHMS)}"
-        )
+    if algorithm is not None:
+        check_name(algorithm)
     overrides = dict(overrides or {})
     if unknown := sorted(set(overrides) - set(problems)):
         raise ValueError(
@@ -66,7 +64,11 @@ def layer_spaces(
     spaces = {}
     for name, problem in problems.items():
         space = _paper(problem, names) if search == "paper" else _exact(problem, names)
-        spaces[name] = _narrowed(name, space, overrides[name]) if name in overrides else space
+        try:
+            spaces[name] = _narrowed(space, overrides[name]) if name in overrides else space
+        except (ValueError, TypeError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"tune: the override of layer {name!r}: {error}") from None
     return spaces
 
 
@@ -97,12 +99,13 @@ def _paper(problem: GemmProblem, names: tuple[str, ...]) -> LayerSpace:
     return LayerSpace(pins=pins, dataflows=(dataflow,), twins=twins, one_slice_count=True)
 
 
-def _narrowed(name: str, space: LayerSpace, given) -> LayerSpace:
+def _narrowed(space: LayerSpace, given) -> LayerSpace:
     """A layer's space with an override applied."""
     if isinstance(given, GemmPlan):
         given = LayerPlan(forward=given)
     if isinstance(given, LayerPlan):
-        _check_axes(name, given.forward)
+        _check_axes(given.forward)
+        check_plan(given)
         return LayerSpace(
             pins=tuple(_pins(getattr(given, part)) for part in PASSES),
             dataflows=(given.forward.dataflow,),
@@ -110,34 +113,30 @@ def _narrowed(name: str, space: LayerSpace, given) -> LayerSpace:
         )
     if not isinstance(given, Mapping):
         raise TypeError(
-            f"tune: the override of layer {name!r} must be a LayerPlan, a GemmPlan or a mapping "
-            f"of GemmPlan fields, got {type(given).__name__}"
+            "it must be a LayerPlan, a GemmPlan or a mapping of GemmPlan fields, got "
+            f"{type(given).__name__}"
         )
-    return _narrowed_by_fields(name, space, dict(given))
+    return _narrowed_by_fields(space, dict(given))
 
 
-def _narrowed_by_fields(name: str, space: LayerSpace, given: dict[str, object]) -> LayerSpace:
+def _narrowed_by_fields(space: LayerSpace, given: dict[str, object]) -> LayerSpace:
     known = [field.name for field in dataclasses.fields(GemmPlan)]
     if unknown := sorted(set(given) - set(known)):
-        raise ValueError(
-            f"tune: the override of layer {name!r} has unknown fields {', '.join(unknown)}; "
-            f"GemmPlan has {', '.join(known)}"
-        )
+        raise ValueError(f"unknown fields {', '.join(unknown)}; GemmPlan has {', '.join(known)}")
     swapped = given.get("row_axis") == "col" or given.get("col_axis") == "row"
     axes = {"row_axis": "col", "col_axis": "row"} if swapped else {}
     checked = GemmPlan(**(axes | given))
-    _check_axes(name, checked)
-    if checked.algorithm not in ALGORITHMS:
-        raise ValueError(
-            f"tune: the override of layer {name!r} has the unknown algorithm "
-            f"{checked.algorithm!r}; there are {', '.join(ALGORITHMS)}"
-        )
+    _check_axes(checked)
+    names = (checked.algorithm,) if "algorithm" in given else space.pins[0].algorithms
+    wrong = {one: field_faults(dataclasses.replace(checked, algorithm=one)) for one in names}
+    names = tuple(one for one in names if not wrong[one])
+    if not names:
+        raise ValueError("; ".join(next(iter(wrong.values())).values()))
     rest = tuple(
         (field, getattr(checked, field))
         for field in given
         if field not in ("algorithm", "dataflow", *_AXES)
     )
-    names = (checked.algorithm,) if "algorithm" in given else space.pins[0].algorithms
     return dataclasses.replace(
         space,
         pins=(Pins(names, rest),) * 3,
@@ -146,12 +145,11 @@ def _narrowed_by_fields(name: str, space: LayerSpace, given: dict[str, object]) 
     )
 
 
-def _check_axes(name: str, plan: GemmPlan) -> None:
+def _check_axes(plan: GemmPlan) -> None:
     if {plan.row_axis, plan.col_axis} != {"row", "col"} or plan.batch_axes:
         raise ValueError(
-            f"tune: the override of layer {name!r} has the axes {plan.row_axis!r}, "
-            f"{plan.col_axis!r} and batch_axes {plan.batch_axes}; the mesh of one replica has "
-            "'row' and 'col' and nothing else"
+            f"it has the axes {plan.row_axis!r}, {plan.col_axis!r} and batch_axes "
+            f"{plan.batch_axes}; the mesh of one replica has 'row' and 'col' and nothing else"
         )
 
 

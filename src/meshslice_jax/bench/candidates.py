@@ -75,11 +75,10 @@ def forward_plans(options: Options, problem: GemmProblem) -> list[GemmPlan]:
     """The forward plans of a layer, slices aside."""
     found = []
     for name in options.names:
-        fields = {"algorithm": name, "split": sensible_split(problem)}
-        if "block_size" in algorithms.ALGORITHMS[name].options:
-            fields["block_size"] = options.block_size
+        fields = {"split": sensible_split(problem), "block_size": options.block_size}
+        read = {f: fields[f] for f in fields if f in algorithms.ALGORITHMS[name].options}
         for dataflow in options.dataflows or (sensible_dataflow(problem, name),):
-            found.append(GemmPlan(dataflow=dataflow, **fields))
+            found.append(GemmPlan(algorithm=name, dataflow=dataflow, **read))
     return found
 
 

@@ -87,7 +87,7 @@ class Options:
 
     def __post_init__(self):
         for name in self.names:
-            algorithms.algorithm_of(GemmPlan(algorithm=name))
+            algorithms.check_name(name)
         if unknown := [name for name in self.passes if name not in PASSES]:
             raise ValueError(f"unknown pass {', '.join(unknown)}; there are {', '.join(PASSES)}")
         if self.repeats < 1:
