@@ -104,14 +104,14 @@ def test_cannon_never_gathers(dataflow):
 
 
 def test_compile_time_of_many_slices():
-    """S = 16 compiles in at most 4 times the processor's time that S = 4 takes."""
+    """S = 16, unrolled as for a TPU, takes at most 4 times the processor time of S = 4."""
     import time
 
     mesh = ms.make_mesh((4, 4))
     a = b = np.ones((1024, 1024), np.float32)
     took = {}
-    for slices in (4, 16, 4, 16):
-        plan = ms.GemmPlan(dataflow="os", slice_count=slices)
+    for slices in (4, 16) * 3:
+        plan = ms.GemmPlan(dataflow="os", slice_count=slices, loop="unrolled")
         jax.clear_caches()
         start = time.process_time()
         jax.jit(lambda a, b, plan=plan: ms.matmul(a, b, plan, mesh=mesh)).lower(a, b).compile()
