@@ -5,7 +5,7 @@
 
 First one run is left alone. Then the same run is started in a fresh folder, killed with
 SIGKILL, resumed, killed, and so on; when it reaches its end a new one begins. Every other
-kill waits for a checkpoint that is being written, the others come at random moments,
+kill waits for a checkpoint that is being written or removed, the others come at random moments,
 before the first step too. After each kill
 
     every loss in the log equals, bit for bit, that of the run that was left alone
@@ -14,6 +14,9 @@ before the first step too. After each kill
 
 and after some kills the newest checkpoint is truncated: it has to be passed over,
 with a message, for the one before it. Exit code 1 if anything is otherwise.
+
+What runs is a copy of the package made at the beginning: one that is edited meanwhile would fail
+between two kills, or go on with another model.
 """
 
 import argparse
@@ -21,6 +24,7 @@ import dataclasses
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +32,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import meshslice_jax
 from meshslice_jax.train.checkpoint import fault
 from meshslice_jax.train.log import read_log
 
@@ -60,6 +65,7 @@ class Trial:
             "JAX_PLATFORMS": "cpu",
             "JAX_COMPILATION_CACHE_DIR": str(self.folder.parent / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "PYTHONPATH": str(self.folder.parent / "source"),
         }
         self.folder.mkdir(exist_ok=True)
         with open(self.folder / "output", "w") as output:
@@ -86,7 +92,7 @@ class Trial:
         return sorted(int(path.name[5:]) for path in folders if fault(path) is None)
 
     def unfinished(self) -> set[str]:
-        """Folders of checkpoints that are being written, or whose writing was killed."""
+        """Folders of checkpoints whose writing or removal goes on, or was killed."""
         return {path.name for path in self.folder.glob("step_*tmp*")}
 
 
@@ -95,7 +101,7 @@ def kill(trial: Trial, in_a_write: bool, latest_s: float, rng: random.Random) ->
 
     Args:
       trial: the run.
-      in_a_write: whether to wait for one of the next checkpoints to be written.
+      in_a_write: whether to wait for one of the next checkpoints to be written or removed.
       latest_s: otherwise, seconds from the start until the kill, at most.
       rng: draws the moment.
     """
@@ -115,7 +121,7 @@ def kill(trial: Trial, in_a_write: bool, latest_s: float, rng: random.Random) ->
         return False, f"ended by itself with code {process.returncode}"
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    where = ", in a checkpoint's write" if trial.unfinished() - left else ""
+    where = ", in a checkpoint's write or removal" if trial.unfinished() - left else ""
     return True, f"killed after {time.monotonic() - begin:.1f} s{where}"
 
 
@@ -155,6 +161,8 @@ def main() -> int:
 
 def run(options: argparse.Namespace, scratch: Path, rng: random.Random) -> int:
     """All kills; the exit code."""
+    package = Path(meshslice_jax.__file__).parent
+    shutil.copytree(package, scratch / "source" / package.name)
     alone, again = (trial_of(options, scratch, name) for name in ("alone", "again"))
     if alone.start().wait():
         print(alone.output)
@@ -180,7 +188,8 @@ def run(options: argparse.Namespace, scratch: Path, rng: random.Random) -> int:
         kills, writes = kills + killed, writes + ("write" in how)
         wrong = check(trial, exact, before, expected)
         if not killed and trial.code != 0:
-            wrong.append(f"it failed:\n{trial.output}")
+            print(f"WRONG: a run failed with exit code {trial.code}:\n{trial.output}")
+            return 1  # the next would fail as this one did
         elif not killed:
             latest_s = min(latest_s, time.monotonic() - begin)
         spoke = re.search(r"is passed over: .*", trial.output)
@@ -196,7 +205,8 @@ def run(options: argparse.Namespace, scratch: Path, rng: random.Random) -> int:
         if killed and kills % 5 == 2 and len(trial.committed()) > 1:
             cut = truncate_newest(trial)
             print(f"  truncated checkpoint {cut}")
-    print(f"{kills} kills ({writes} in a checkpoint's write), {failures} wrong, {len(trials)} runs")
+    where = f"{writes} in a checkpoint's write or removal"
+    print(f"{kills} kills ({where}), {failures} wrong, {len(trials)} runs")
     return 1 if failures else 0
 
 

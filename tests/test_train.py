@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -127,8 +128,7 @@ def test_a_checkpoint_resumes_on_other_meshes_with_other_algorithms(tmp_path):
         )
 
     # The same mesh: bit for bit. The newest is truncated, and passed over with a message.
-    newest = max((tmp_path / "c" / "step_00000006").rglob("*"), key=lambda p: p.stat().st_size)
-    os.truncate(newest, newest.stat().st_size // 2)
+    truncate(tmp_path / "c" / "step_00000006")
     again = training.Checkpoints(tmp_path / "c", told, say=said.append)
     continued, _ = run(trainer, training.begin(trainer, again, True))
     assert continued == {4: losses[4], 5: losses[5]}
@@ -160,6 +160,42 @@ def test_faults_of_a_checkpoint(tmp_path):
     assert saved.steps() == [1]
     saved.clear()
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+
+
+def truncate(folder):
+    files = (path for path in folder.rglob("*") if path.is_file())
+    path = max(files, key=lambda path: path.stat().st_size)
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def test_damaged_checkpoints_never_push_out_the_one_that_a_run_went_on_with(tmp_path):
+    """A kill before the next one is written must find one that is whole."""
+    first = training.Checkpoints(tmp_path, {"model": "m"}, keep=3, say=[].append)
+    for step in (10, 20, 30):
+        first.save(step, {"x": np.arange(4)})
+    first.close()
+    truncate(first.folder(20))
+    truncate(first.folder(30))
+    saved = training.Checkpoints(tmp_path, {"model": "m"}, keep=1, say=[].append)
+    assert saved.newest() == 10
+    for step, left in ((15, {10}), (25, {15}), (30, {25})):  # 30 in the place of a damaged one
+        saved.save(step, {"x": np.arange(4)})
+        assert left <= set(saved.steps())
+    saved.close()
+    assert saved.steps() == [30, 25] and saved.newest() == 30
+
+
+def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_half_of_it(tmp_path, monkeypatch):
+    saved = training.Checkpoints(tmp_path, {"model": "m"}, keep=1, say=[].append)
+    saved.save(1, {"x": np.arange(4)})
+    saved.save(2, {"x": np.arange(4)})
+    monkeypatch.setattr(shutil, "rmtree", lambda folder: (folder / "seal.json").unlink())
+    saved.save(3, {"x": np.arange(4)})
+    monkeypatch.undo()
+    saved.close()
+    assert saved.steps() == [3, 2] and (tmp_path / "step_00000001.tmp").is_dir()
+    saved.clear()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000002", "step_00000003"]
 
 
 @pytest.mark.slow

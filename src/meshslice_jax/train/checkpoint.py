@@ -6,10 +6,10 @@
     DIR/step_00000200.orbax-checkpoint-tmp/    a save that was killed: ignored, then removed
 
 Saves are asynchronous: `save` returns when the arrays are copied, a thread writes them into
-a temporary folder, seals it and renames it. A run that is killed at any moment leaves
-either the old checkpoints or the new one too. Before a checkpoint is loaded, its files are
-compared with its seal; one that is truncated, damaged or without a seal is passed over
-with a message, and the one before it is taken.
+a temporary folder, seals it and renames it; an old one is renamed before it is removed. A run
+that is killed at any moment leaves either the old checkpoints or the new one too. Before a
+checkpoint is loaded, its files are compared with its seal; one that is truncated, damaged or
+without a seal is passed over with a message, and the one before it is taken.
 
 Arrays are restored with the shardings of the run that loads them, whatever mesh, plan or
 number of processes wrote them.
@@ -93,7 +93,7 @@ class Checkpoints:
       directory: the folder, on a file system that all processes see; made if need be.
       run: what the run was told, as JSON values; kept with every checkpoint. "model" has to
         be the same in a run that goes on with it.
-      keep: how many of the newest to keep.
+      keep: how many of the newest to keep; those that were passed over do not count.
       say: what to do with messages.
     """
 
@@ -109,6 +109,7 @@ class Checkpoints:
         self.run, self.keep, self.say = dict(run), keep, say
         if jax.process_index() == 0:
             self.directory.mkdir(parents=True, exist_ok=True)
+        self._passed_over: set[int] = set()
         self._checkpointer = ocp.AsyncCheckpointer(_Sealing(run))
 
     def folder(self, step: int) -> Path:
@@ -128,12 +129,18 @@ class Checkpoints:
         """
         self._checkpointer.wait_until_finished()
         self._remove_old()
+        self._passed_over.discard(step)
         self._checkpointer.save(self.folder(step), args=_Save(state), force=True)
 
     def _remove_old(self) -> None:
+        """Leaves the newest that may be loaded, and what is newer than they are."""
         if jax.process_index() == 0:
-            for step in self.steps()[self.keep :]:
-                shutil.rmtree(self.folder(step))
+            whole = [step for step in self.steps() if step not in self._passed_over]
+            for step in self.steps():
+                if len(whole) > self.keep and step < whole[self.keep - 1]:
+                    doomed = self.folder(step).with_suffix(".tmp")  # `clear` finishes the work
+                    self.folder(step).rename(doomed)
+                    shutil.rmtree(doomed)
 
     def newest(self) -> int | None:
         """The newest step whose checkpoint is whole; says which were passed over, and why."""
@@ -141,6 +148,7 @@ class Checkpoints:
             found = fault(self.folder(step))
             if found is None:
                 return step
+            self._passed_over.add(step)
             self.say(f"checkpoint {self.folder(step)} is passed over: {found}")
         return None
 
@@ -159,7 +167,7 @@ class Checkpoints:
             return checkpointer.restore(self.folder(step), abstract)
 
     def clear(self) -> None:
-        """Removes what killed saves have left."""
+        """Removes what killed saves and removals have left."""
         if jax.process_index() == 0:
             for path in self.directory.glob(f"{_PREFIX}*tmp*"):
                 shutil.rmtree(path)
