@@ -341,11 +341,6 @@ def test_other_refusals():
     plan = plan_of((2, 2))
     with pytest.raises(ValueError, match=r"for a 2x2 mesh .* and the mesh is \{'row': 1, 'col': 2"):
         block_layout(plan, ms.make_mesh((1, 2)))
-    with pytest.raises(NotImplementedError, match="Auto axes: make the mesh"):
-        block_layout(
-            plan,
-            jax.make_mesh((2, 2), ("row", "col"), axis_types=(jax.sharding.AxisType.Explicit,) * 2),
-        )
     modelled = dataclasses.replace(plan, block_schedule=ms.OVERLAPPED_BLOCK)
     with pytest.raises(NotImplementedError, match="allow_modelled=False"):
         block_layout(modelled, mesh_of(plan))
@@ -354,6 +349,21 @@ def test_other_refusals():
         model(np.zeros((5, SEQ), np.int32))
     with pytest.raises(ValueError, match="length 17, and the model has seq_len = 16"):
         model(np.zeros((8, SEQ + 1), np.int32))
+
+
+def test_of_an_explicit_mesh_the_devices_are_used_and_one_in_context_is_refused():
+    plan = plan_of((2, 2), slice_count=2)
+    explicit = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 2), ("row", "col"), axis_types=explicit)
+    block = GPTBlock(plan, mesh, rngs=nnx.Rngs(0))
+    assert block.layout == block_layout(plan, mesh_of(plan))
+    x = jax.device_put(np.ones((8, SEQ, 32), np.float32), jax.NamedSharding(mesh, jax.P("row")))
+    assert jax.jit(lambda x: block(x))(x).sharding.mesh == mesh_of(plan)
+    with jax.set_mesh(mesh):
+        with pytest.raises(NotImplementedError, match=r"make and call it outside of that"):
+            block(x)
+        with pytest.raises(NotImplementedError, match=r"or under jax.set_mesh\(ms.make_mesh"):
+            block_layout(plan, mesh)
 
 
 def test_explain_shows_every_product_of_a_gpt(capsys):

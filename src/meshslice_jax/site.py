@@ -208,7 +208,7 @@ def find_site(mesh: Mesh | AbstractMesh | None, plan: GemmPlan, operands: tuple)
                     "place all operands on the mesh"
                 )
         else:
-            mesh, explicit = _with_auto_axes(mesh), ()
+            mesh, explicit = with_auto_axes(mesh), ()
     whole = _fully_manual(types, dict(_sizes(mesh)), plan)
     return Site(
         mesh=None if in_context or entered is not None else mesh,
@@ -293,7 +293,8 @@ def _types_of(x: jax.Array) -> tuple[AxisType, ...]:
     return () if mesh.empty else mesh.axis_types
 
 
-def _with_auto_axes(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+def with_auto_axes(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+    """The same mesh, all of its axes Auto."""
     auto = (AxisType.Auto,) * len(mesh.axis_names)  # the defaults differ between versions
     if isinstance(mesh, Mesh):
         return Mesh(mesh.devices, mesh.axis_names, axis_types=auto)

@@ -121,7 +121,7 @@ class GPTBlock(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x[batch, seq, hidden] through the block."""
-        self.layout.check_batch(x.shape[0])
+        self.layout.check_call(x.shape[0])
         return apply_block(self.layout, self.weights, self.layout.place(x, self.layout.stream))
 
 
@@ -131,7 +131,8 @@ class GPT(nnx.Module):
     Args:
       plan: what `ms.tune` gives; `plan.model` has the sizes, `plan.batch` sequences are a step.
       mesh: `ms.make_mesh(plan.mesh_shape)`, or with a further axis for the replicas of the
-        plan: `ms.make_mesh((data_parallel, rows, cols), ("data", "row", "col"))`.
+        plan: `ms.make_mesh((data_parallel, rows, cols), ("data", "row", "col"))`. Of a mesh
+        with Explicit axes the devices are used, with Auto axes; none may be in context.
       rngs: the stream "params" is used.
       dtype: of activations, and of the products' operands; sums are in float32.
       param_dtype: of the parameters.
@@ -177,7 +178,7 @@ class GPT(nnx.Module):
           ValueError: a batch or a length that does not fit.
         """
         layout, (batch, seq) = self.layout, tokens.shape
-        layout.check_batch(batch)
+        layout.check_call(batch)
         if seq > layout.shape.seq_len:
             raise ValueError(
                 f"tokens have length {seq}, and the model has seq_len = {layout.shape.seq_len} "

@@ -30,7 +30,7 @@ from meshslice_jax.model_plan import ModelPlan
 from meshslice_jax.model_shape import ModelShape
 from meshslice_jax.plan import GemmPlan, LayerPlan
 from meshslice_jax.prediction import FrozenMapping
-from meshslice_jax.site import axes_in, spec_entry
+from meshslice_jax.site import axes_in, spec_entry, with_auto_axes
 
 #: PartitionSpec entries of tokens and features.
 Place = tuple[object, object]
@@ -84,14 +84,31 @@ class BlockLayout:
         """An entry for tokens without the axes of the replicas: where weights may lie."""
         return spec_entry(tuple(axis for axis in axes_in(entry) if axis not in self.batch_axes))
 
-    def check_batch(self, batch: int) -> None:
-        """Returns if whole sequences of a batch can be cut off everywhere.
+    def check_call(self, batch: int) -> None:
+        """Returns if a batch can run here.
 
         Raises:
-          ValueError: they cannot.
+          ValueError: whole sequences of it cannot be cut off everywhere.
+          NotImplementedError: see `check_context`.
         """
+        check_context()
         if faults := _batch_faults(self, batch):
             raise ValueError(_message(self.mesh, faults))
+
+
+def check_context() -> None:
+    """Returns if no mesh with Explicit axes is in context.
+
+    Raises:
+      NotImplementedError: there is one.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit in context.axis_types:
+        raise NotImplementedError(
+            f"the mesh in context (jax.set_mesh) has axis_types {context.axis_types}; this model "
+            "places its activations by constraints on Auto axes: make and call it outside of that "
+            "context, or under jax.set_mesh(ms.make_mesh(...))"
+        )
 
 
 def block_layout(plan: ModelPlan, mesh: Mesh, *, product: Callable = dot_general) -> BlockLayout:
@@ -100,16 +117,18 @@ def block_layout(plan: ModelPlan, mesh: Mesh, *, product: Callable = dot_general
     Args:
       plan: of the model; its mesh shape is that of the axes "row" and "col".
       mesh: the mesh; axes other than "row" and "col" hold the plan's data-parallel
-        replicas.
+        replicas. Of one with Explicit axes the layout has the devices, as an Auto mesh.
       product: of the FC layers and the output layer: gives, for (plan, mesh=), a callable
         with `lax.dot_general`'s signature.
 
     Raises:
       ValueError: a mesh whose sizes are not the plan's, or a model that does not fit it.
-      NotImplementedError: Explicit axes, or a plan with overlap that exists in the
-        simulator only.
+      NotImplementedError: a mesh with Explicit axes in context, or a plan with overlap that
+        exists in the simulator only.
     """
+    check_context()
     _check_mesh(plan, mesh)
+    mesh = with_auto_axes(mesh)
     batch_axes = tuple(axis for axis in mesh.axis_names if axis not in ("row", "col"))
     layers = {name: _with_batch_axes(layer, batch_axes) for name, layer in plan.layers.items()}
     stream = _stream(layers, plan.model.branches)
@@ -192,11 +211,6 @@ def _check_mesh(plan: ModelPlan, mesh: Mesh) -> None:
             f"{plan.data_parallel} replicas on further axes, and the mesh is {sizes}; make it with "
             'ms.make_mesh(plan.mesh_shape), or ms.make_mesh((data_parallel, rows, cols), ("data", '
             '"row", "col"))'
-        )
-    if any(kind != AxisType.Auto for kind in mesh.axis_types):
-        raise NotImplementedError(
-            f"the mesh has axis_types {mesh.axis_types}; this model places its activations by "
-            "constraints on Auto axes: make the mesh with ms.make_mesh"
         )
 
 

@@ -40,7 +40,7 @@ class LinenGPTBlock(linen.Module):
         Raises: as for `block_layout`.
         """
         layout = block_layout(self.plan, self.mesh, product=self.product)
-        layout.check_batch(x.shape[0])
+        layout.check_call(x.shape[0])
         weights = {
             name: _Layer(layout, tuple(entries.items()), self.param_dtype, name=name)()
             for name, entries in block_parameters(layout).items()

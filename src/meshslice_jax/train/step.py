@@ -136,14 +136,15 @@ def make_trainer(
 
     shapes = nnx.eval_shape(lambda: model(nnx.Rngs(0)))
     graph, state = nnx.split(shapes, nnx.Param)
+    layout = shapes.layout
     placed = jax.tree.map(
-        lambda one: _abstract(one.get_value(), NamedSharding(mesh, one.spec)),
+        lambda one: _abstract(one.get_value(), layout.sharding(one.spec)),
         state,
         is_leaf=lambda one: isinstance(one, nnx.Variable),
     )
     weights = nnx.to_pure_dict(placed)
     optimizer = make_optimizer(settings)
-    everywhere = NamedSharding(mesh, PartitionSpec())
+    everywhere = layout.sharding(PartitionSpec())
     return Trainer(
         settings=settings,
         model=model,
@@ -155,7 +156,7 @@ def make_trainer(
             "optimizer": _abstract_optimizer(optimizer, weights, everywhere),
             "step": jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),
         },
-        data=NamedSharding(mesh, PartitionSpec(shapes.layout.stream[0], None)),
+        data=layout.sharding(PartitionSpec(layout.stream[0], None)),
     )
 
 
