@@ -113,9 +113,9 @@ def forms(algorithm: str, fields: list[str]):
     """Plans with other forms of rings and reduce-scatters."""
     if "ring_form" in ALGORITHMS[algorithm].options:
         dataflows = ALGORITHMS[algorithm].forward_dataflows[:2]
-        for dataflow, form, ring in itertools.product(dataflows, RING_FORMS, ("row", "col")):
-            if "ring" in fields or ring == "row":
-                yield ms.GemmPlan(algorithm=algorithm, dataflow=dataflow, ring=ring, **form)
+        rings = [{"ring": "row"}, {"ring": "col"}] if "ring" in fields else [{}]
+        for dataflow, form, ring in itertools.product(dataflows, RING_FORMS, rings):
+            yield ms.GemmPlan(algorithm=algorithm, dataflow=dataflow, **ring, **form)
     if "reduce_scatter" in ALGORITHMS[algorithm].options:
         for slices, form in itertools.product((1, 3, 4), SCATTER_FORMS):
             rolled = slices == 3 and "taper" not in form

@@ -60,6 +60,12 @@ def test_the_table_covers_what_the_registry_offers():
                 assert ((algorithm.name, dataflow, mesh) in found) == (
                     square or algorithm.name != "cannon"
                 )
+        for form in cases.RING_FORMS if "ring_form" in algorithm.options else ():
+            assert any(
+                c.plan.algorithm == algorithm.name
+                and all(getattr(c.plan, field) == value for field, value in form.items())
+                for c in cases.table()
+            )
     assert {c.plan.slice_count for c in cases.table()} == set(cases.SLICE_COUNTS)
     assert len(cases.daily()) > 100
 

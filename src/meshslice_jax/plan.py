@@ -30,6 +30,9 @@ _CHOICES = {
 class GemmPlan:
     """How one product `out[m, n] = lhs[m, k] @ rhs[k, n]` runs on a 2D mesh.
 
+    Fields with the names of algorithms in brackets are options of those; where another
+    algorithm is to run, `check` refuses any value but the default.
+
     Attributes:
       algorithm: a name in `ALGORITHMS`.
       dataflow: which matrix stays put: "os" (out), "ls" (lhs) or "rs" (rhs).
@@ -54,8 +57,9 @@ class GemmPlan:
       reduce_scatter: form of the reduce-scatter (MeshSlice): "native" is the collective,
         "ring" fuses chains of sends into the products, "all_to_all" exchanges
         and sums; see `algorithms.scatter`.
-      scatter_group: with reduce_scatter="ring", chips of the scattered axis that all-to-all
-        among themselves while the ring runs over the groups; 1 is a ring of all chips.
+      scatter_group: with reduce_scatter="ring" (MeshSlice), or ring_form "whole" or "one_way"
+        (Wang, 1D), chips of the scattered axis that all-to-all among themselves while the ring
+        runs over the groups; 1 is a ring of all chips.
       gather_order: "ordered" lets the gather of a slice start only when that of the slice
         before has arrived; "free" leaves it to the compiler (MeshSlice). "tied" puts all
         collectives in one line of data dependences, for compilers that drop what orders
@@ -64,7 +68,7 @@ class GemmPlan:
       loop: how slices are run: "unrolled", "rolled" (one loop body), or "auto":
         unrolled for TPUs, rolled elsewhere (MeshSlice).
       ring: the axis whose collective becomes a ring of neighbour sends (Wang).
-      ring_form: what goes round that ring (Wang): "joined" sends one half of each shard
+      ring_form: what goes round that ring (Wang, 1D): "joined" sends one half of each shard
         either way and multiplies both that arrive in one product, "halves" in two, "whole"
         sends whole shards half way round on either side, "one_way" all the way round.
       split: "column" gathers lhs over m, "row" reduce-scatters out over m (1D
