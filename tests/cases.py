@@ -49,6 +49,7 @@ SCATTER_FORMS = (
     {"reduce_scatter": "ring", "scatter_group": 2},
     {"reduce_scatter": "all_to_all", "taper": "ends"},
     {"taper": "head"},
+    {"reduce_scatter": "all_to_all", "taper": "graded"},
 )
 
 

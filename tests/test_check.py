@@ -260,7 +260,7 @@ def test_check_accepts_exactly_what_runs(
     mesh=st.sampled_from([(1, 1), (1, 3), (2, 2), (2, 3), (4, 2)]),
     extents=st.tuples(EXTENTS, EXTENTS, EXTENTS),
     slice_count=st.integers(1, 4),
-    taper=st.sampled_from(["none", "head", "ends"]),
+    taper=st.sampled_from(["none", "head", "ends", "graded"]),
     reduce_scatter=st.sampled_from(["native", "ring", "all_to_all"]),
     scatter_group=st.sampled_from([1, 2]),
     gather_order=st.sampled_from(["free", "ordered", "tied", "serial"]),

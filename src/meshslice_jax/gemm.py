@@ -251,6 +251,7 @@ def _kernel(call: _Call, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         # XLA:CPU (jaxlib 0.12) refuses some bfloat16 x bfloat16 = float32 products.
         widened=site.platform == "cpu",
         kept=call.kept,
+        turned_after=inner.out != call.contraction.out and call.kept != "out",
         exchanged=collectives.exchanges(site.platform),
         rolled=plan.loop == "rolled" or (plan.loop == "auto" and site.platform != "tpu"),
     )

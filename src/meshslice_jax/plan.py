@@ -18,7 +18,7 @@ _CHOICES = {
     "reduce_scatter": ("native", "ring", "all_to_all"),
     "gather_order": ("free", "ordered", "tied", "serial"),
     "rhs_layout": ("natural", "permuted", "sliced"),
-    "taper": ("none", "head", "ends"),
+    "taper": ("none", "head", "ends", "graded"),
     "loop": ("auto", "unrolled", "rolled"),
     "ring": ("row", "col"),
     "ring_form": ("joined", "halves", "whole", "one_way"),
@@ -40,9 +40,9 @@ class GemmPlan:
         and means the algorithm's natural number of steps.
       block_size: consecutive indices of the streamed dimension that a slice
         takes at a time (MeshSlice); None is the largest legal size.
-      taper: "head" makes the first slice half as large as the others, "ends" the last one
-        too: what nothing hides, the first gather and the last scatter, is halved
-        (MeshSlice; unrolled).
+      taper: what nothing hides, the first gather and the last scatter, is made smaller: "head"
+        makes the first slice half as large as the others, "ends" the last one too; "graded"
+        makes the first two and the last 1/3, 2/3 and 1/3 as large (MeshSlice; unrolled).
       rhs_layout: how the layer's weight is stored: "natural", or with slices in one piece,
         "permuted" or "sliced"; see `layout` (MeshSlice; for all three products of a layer).
       row_axis: mesh axis along which mesh-row coordinates vary.

@@ -12,8 +12,8 @@ slice s-1 is reduce-scattered, along both mesh axes at once:
 
 With S = 1 it is the Collective algorithm. (MeshSlice, ISCA 2025, sections 3.1-3.4.)
 
-A tapered plan cuts finer, into *units*, and makes slices of two units but for the first
-(and the last), which are one: nothing hides the first gather and the last scatter.
+A tapered plan cuts finer, into *units*, and makes slices of two or three units but for the
+first and the last ones: nothing hides the first gather and the last scatter.
 """
 
 import itertools
@@ -39,6 +39,15 @@ from meshslice_jax.mesh import MeshShape
 from meshslice_jax.plan import GemmPlan
 from meshslice_jax.problem import GemmProblem
 from meshslice_jax.schedule import Schedule, Slice, pipelined
+
+
+#: Taper -> widths, in units, of the first slices, of those after them, and of the last.
+_TAPERS = {
+    "none": ((), 1, ()),
+    "head": ((1,), 2, ()),
+    "ends": ((1,), 2, (1,)),
+    "graded": ((1, 2), 3, (1,)),
+}
 
 
 def kernel(lhs: jax.Array, rhs: jax.Array, job: Job) -> jax.Array:
@@ -93,6 +102,9 @@ def kernel(lhs: jax.Array, rhs: jax.Array, job: Job) -> jax.Array:
             return tuple(results)
         long = results[0].shape[out.dim] // widths[0]
         return (collectives.put_slices(results, out.dim, long, widths),)
+    if out is not None and job.turned_after and count > 1:  # XLA cancels the turns
+        turned = [part.T for part in results]
+        return collectives.put_slices(turned, 1 - out.dim, block, widths).T
     if out is not None:
         return collectives.put_slices(results, out.dim, block, widths)
     total = results[0]
@@ -103,10 +115,9 @@ def kernel(lhs: jax.Array, rhs: jax.Array, job: Job) -> jax.Array:
 
 def units(plan: GemmPlan) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """First units of the slices, and their widths in units."""
-    widths = [1 if plan.taper == "none" else 2] * plan.slice_count
-    widths[0] = 1
-    if plan.taper == "ends":
-        widths[-1] = 1
+    first, others, last = _TAPERS[plan.taper]
+    count = plan.slice_count
+    widths = (*first, *[others] * count)[: count - len(last)] + last
     starts = itertools.accumulate(widths[:-1], initial=0)
     return tuple(starts), tuple(widths)
 
