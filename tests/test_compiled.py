@@ -218,11 +218,12 @@ def test_moving_outputs_are_tried_in_every_form():
         }
 
     short = {"native": (2, False), "ring": (2, False), "all_to_all": (2, True)}
-    tapered = {"ring, tapered ends": (3, False), "all_to_all, tapered ends": (3, True)}
-    assert forms((4, 4)) == short | tapered
-    levels = {"ring, in groups of 4": (2, True), "ring, tapered ends, in groups of 4": (3, True)}
-    long = {"native": (2, False), "ring": (2, False), "ring, tapered ends": (3, False)}
-    assert forms((4, 16)) == long | levels
+    tapers = ("tapered ends", "tapered graded")
+    rings = {f"ring, {taper}": (3, False) for taper in tapers}
+    assert forms((4, 4)) == short | rings | {f"all_to_all, {taper}": (3, True) for taper in tapers}
+    levels = {"ring, in groups of 4": (2, True)}
+    levels |= {f"ring, {taper}, in groups of 4": (3, True) for taper in tapers}
+    assert forms((4, 16)) == {"native": (2, False), "ring": (2, False)} | rings | levels
 
 
 def test_algorithms_without_a_forward_dataflow_are_left_out():

@@ -19,7 +19,7 @@ from meshslice_jax.plan import GemmPlan, LayerPlan, as_layer_plan
 from meshslice_jax.problem import GemmProblem
 
 #: Options that choose what a plan has chosen.
-CHOSEN_BY_PLAN = "mesh model batch seq_len dtype reduce_dtype names slices".split()
+CHOSEN_BY_PLAN = "mesh model batch seq_len dtype reduce_dtype names slices layouts".split()
 
 
 def compile_(
@@ -47,6 +47,9 @@ def compile_(
     slices: Annotated[str, typer.Option(help="MeshSlice's slice counts.")] = ",".join(
         map(str, candidates.SLICE_COUNTS)
     ),
+    layouts: Annotated[
+        str, typer.Option(help="How MeshSlice may store weights: natural, permuted, sliced.")
+    ] = ",".join(candidates.LAYOUTS),
     options: Annotated[
         list[str] | None,
         typer.Option(
@@ -96,8 +99,8 @@ def compile_(
         common.check_outputs(json, hlo, trace, plot, draws=plot is not None)
         target = parse_topology(topology)
         study, prefix = _study(
-            context, target, plan, mesh, model, layers, passes, names, slices, options, hardware,
-            batch, seq_len, dtype, reduce_dtype,
+            context, target, plan, mesh, model, layers, passes, names, slices, layouts, options,
+            hardware, batch, seq_len, dtype, reduce_dtype,
         )  # fmt: skip
         if study.space.given and (refused := probe_options(target, study.space.given)):
             raise ValueError("; ".join(f"option {name}: {why}" for name, why in refused.items()))
@@ -120,7 +123,7 @@ def compile_(
 
 
 def _study(
-    context, target: Topology, plan, mesh, model, layers, passes, names, slices, options,
+    context, target: Topology, plan, mesh, model, layers, passes, names, slices, layouts, options,
     hardware, batch, seq_len, dtype, reduce_dtype,
 ) -> tuple[run.Study, str]:  # fmt: skip
     """What the options ask for, and how it is called in the output."""
@@ -154,6 +157,7 @@ def _study(
             hardware=spec,
             algorithms=tried,
             slice_counts=common.positive_ints(slices, "--slices"),
+            layouts=common.comma_list(layouts),
             option_sets=sets,
             given=given,
         ),

@@ -173,8 +173,8 @@ def _plans(space: Space, name: str, base: GemmPlan, moves: bool) -> Iterator[Gem
         for form, count, layout in itertools.product(
             _sliced_forms(space, plan), space.slice_counts, layouts
         ):
-            ends = 1 if form.get("taper") == "ends" else 0  # two halves: one slice more
-            yield dataclasses.replace(plan, slice_count=count + ends, rhs_layout=layout, **form)
+            more = 1 if "taper" in form else 0  # its first and last slices are smaller
+            yield dataclasses.replace(plan, slice_count=count + more, rhs_layout=layout, **form)
     else:
         yield plan
 
@@ -200,7 +200,11 @@ def _rings(space: Space, plan: GemmPlan, own: int) -> Iterator[GemmPlan]:
 
 
 def _sliced_forms(space: Space, plan: GemmPlan) -> list[dict[str, object]]:
-    """MeshSlice's forms: how a moving output is reduced, and tapers."""
+    """MeshSlice's forms: how a moving output is reduced, and tapers.
+
+    A graded taper does nothing for an output that stays: nothing follows its last product, and
+    the first gather has copies to hide behind.
+    """
     scattered = _scattered(plan)
     if scattered is None:
         return [{}, {"taper": "ends"}]
@@ -209,8 +213,8 @@ def _sliced_forms(space: Space, plan: GemmPlan) -> list[dict[str, object]]:
     other = {"reduce_scatter": "all_to_all"}
     if length > LONGEST_ALL_TO_ALL:
         other = ring | {"scatter_group": _group(length)}
-    tapered = [form | {"taper": "ends"} for form in (ring, other)]
-    return [{}, ring, other, *tapered]
+    tapers = itertools.product((ring, other), ("ends", "graded"))
+    return [{}, ring, other, *(form | {"taper": taper} for form, taper in tapers)]
 
 
 def _scattered(plan: GemmPlan) -> str | None:
