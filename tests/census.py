@@ -75,13 +75,15 @@ def _count(eqn, name, repeats, mesh, found):
         assert len({s for s, _ in pairs}) == len({t for _, t in pairs}) == len(pairs)
         sent = len(pairs) * size / ring
         names = _moving(names, [sizes[n] for n in names], pairs)
-    key = kinds[name], names
+    key = kinds[name], tuple(n for n in names if sizes[n] > 1)
     found["ops"][key] += repeats
     found["bytes"][key] += repeats * sent
 
 
 def _moving(names, sizes, pairs):
-    """The axes whose coordinate changes in some pair, or all if it is a whole ring."""
+    """The axes whose coordinate changes in some pair, or all if it is a shift of a whole ring."""
+    if len({(target - source) % math.prod(sizes) for source, target in pairs}) == 1:
+        return names
 
     def coordinates(index):
         place = []

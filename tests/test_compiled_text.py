@@ -41,8 +41,8 @@ def test_planned_collectives_and_no_other(algorithm, dataflow):
     if dataflow not in ms.ALGORITHMS[algorithm].forward_dataflows:
         return
     shape = (2, 2) if algorithm == "cannon" else (2, 4)
-    slices = 2 if algorithm == "meshslice" else 1
-    plan = ms.GemmPlan(algorithm=algorithm, dataflow=dataflow, slice_count=slices, loop="unrolled")
+    slices = {"slice_count": 2, "loop": "unrolled"} if algorithm == "meshslice" else {}
+    plan = ms.GemmPlan(algorithm=algorithm, dataflow=dataflow, **slices)
     mesh, problem = ms.make_mesh(shape), GemmProblem(m=64, n=96, k=128)
     lhs, rhs, out = (jax.sharding.NamedSharding(mesh, spec) for spec in ms.placements(plan))
     a = jax.ShapeDtypeStruct((64, 128), np.float32, sharding=lhs)
