@@ -418,7 +418,7 @@ def test_rules():
         "pooler/dense": None,
         "Dense_0": None,
     }
-    plans = {name: ms.GemmPlan(packets=i + 1) for i, name in enumerate((*PLANS, "lm_head"))}
+    plans = {name: ms.GemmPlan(slice_count=i + 1) for i, name in enumerate((*PLANS, "lm_head"))}
     found = assign(plans, None)
     for path, layer in table.items():
         op = found.choose(path, hooked=True).op
