@@ -424,7 +424,12 @@ def test_pins_of_the_axes_choose_the_twin():
         ({"mesh_shape": (3, 5)}, r"mesh_shape \(3, 5\) with data_parallel 1 does not make 16"),
         ({"overrides": {"up": {}}}, "unknown layers up; there are qkv, out, ff1, ff2"),
         ({"overrides": {"qkv": {"slices": 2}}}, "unknown fields slices; GemmPlan has algorithm"),
-        ({"overrides": {"qkv": {"algorithm": "fox"}}}, "unknown algorithm 'fox'"),
+        ({"overrides": {"qkv": {"algorithm": "fox"}}}, "layer 'qkv': unknown algorithm 'fox'"),
+        ({"overrides": {"qkv": GemmPlan(packets=2)}}, "layer 'qkv': forward: meshslice does not"),
+        (
+            {"algorithm": "wang", "overrides": {"qkv": {"packets": 2}}},
+            "layer 'qkv': wang does not read packets=2, only summa can",
+        ),
         ({"overrides": {"qkv": GemmPlan(row_axis="x")}}, "the axes 'x', 'col'"),
         ({"overrides": {"qkv": {"batch_axes": ("d",)}}}, r"batch_axes \('d',\); the mesh of one"),
         ({"overrides": {"qkv": {"ring": "up"}}}, "ring='up' is not one of"),
@@ -435,6 +440,13 @@ def test_pins_of_the_axes_choose_the_twin():
 def test_arguments_that_cannot_be_right(arguments, words):
     with pytest.raises(ValueError, match=words):
         tune("gpt3-125m", 16, **arguments)
+
+
+def test_an_overridden_option_is_for_the_algorithms_that_read_it():
+    plan = tune("gpt3-125m", 4, mesh_shape=(2, 2), overrides={"qkv": {"packets": 2}})
+    for part in ("forward", "grad_lhs", "grad_rhs"):
+        found = getattr(plan.layers["qkv"], part)
+        assert (found.algorithm, found.packets) == ("summa", 2)
 
 
 def test_an_override_of_the_wrong_kind():
