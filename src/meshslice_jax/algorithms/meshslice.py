@@ -40,7 +40,6 @@ from meshslice_jax.plan import GemmPlan
 from meshslice_jax.problem import GemmProblem
 from meshslice_jax.schedule import Schedule, Slice, pipelined
 
-
 #: Taper -> widths, in units, of the first slices, of those after them, and of the last.
 _TAPERS = {
     "none": ((), 1, ()),

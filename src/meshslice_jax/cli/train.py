@@ -182,7 +182,9 @@ def _compare(console: Console, checkpoints: "training.Checkpoints | None", step:
         return
     before, told = _flat(checkpoints.run_of(step)), _flat(checkpoints.run)
     changed = [
-        f"{name} ({before[name]} -> {told[name]})" for name in told if before[name] != told[name]
+        f"{name} ({before[name]} -> {told[name]})"
+        for name in told
+        if before.get(name, told[name]) != told[name]
     ]
     if changed:
         common.say(

@@ -73,7 +73,7 @@ def begin(trainer: Trainer, checkpoints: Checkpoints | None, resume: bool) -> St
 
     Raises:
       ValueError: the folder holds checkpoints and the run is not to be resumed, or those
-        of another model.
+        of another model. A field that an older version did not write is not compared.
     """
     if checkpoints is None:
         return trainer.init()
@@ -87,10 +87,11 @@ def begin(trainer: Trainer, checkpoints: Checkpoints | None, resume: bool) -> St
     if step == "None":
         return trainer.init()
     folder, before = checkpoints.folder(int(step)), checkpoints.run_of(int(step))
-    if before["model"] != checkpoints.run["model"]:
+    ours = checkpoints.run["model"]
+    if any(before["model"].get(name, value) != value for name, value in ours.items()):
         raise ValueError(
-            f"{folder} holds the model {before['model']}, and this run has "
-            f"{checkpoints.run['model']}; use another folder"
+            f"{folder} holds the model {before['model']}, and this run has {ours}; use another "
+            "folder"
         )
     checkpoints.say(f"resumed from {folder}")
     return checkpoints.restore(int(step), trainer.abstract)
