@@ -18,7 +18,7 @@ BASE = ("--topology", "v4:4x4", "--mesh", "4x4", "--model", "gpt3-1.3b")
 KEYS = {
     "layer", "pass", "algorithm", "dataflow", "slice_count", "form", "layout", "projected_s",
     "ideal_s", "hidden", "exposed_s", "copies_s", "sync_collectives", "async_collectives",
-    "peak_bytes", "compile_s", "candidates_tried",
+    "peak_bytes", "planned_bytes", "compile_s", "candidates_tried",
 }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import meshslice_jax as ms
-from meshslice_jax.compiled import candidates, hlo, program, run
+from meshslice_jax.compiled import candidates, hlo, peak, program, run
 from meshslice_jax.compiled.candidates import Space
 from meshslice_jax.compiled.compiler import Compiler
 from meshslice_jax.compiled.jobs import Answer, BlockJob, ProbeJob, ProductJob
@@ -542,6 +542,21 @@ def test_forms_of_the_reduce_scatter_run_beside_products(dataflow, form, product
     # What arrives on a ring is added in the epilogue of a product, not in a pass of its own.
     adds = [w.name for w in work if not w.is_product and w.label.endswith("/add")]
     assert ("ring" in form.values() and "scatter_group" not in form) <= (not adds)
+
+
+@live
+@pytest.mark.slow
+@pytest.mark.parametrize("wrt, form", [(None, "native"), ("lhs", "all_to_all"), ("rhs", "ring")])
+@pytest.mark.parametrize("algorithm", ["meshslice", "collective"])
+def test_the_planned_peak_is_within_a_fifth_of_the_compilers(algorithm, wrt, form):
+    plan = ms.GemmPlan(algorithm=algorithm, reduce_dtype="output")
+    if algorithm == "meshslice":  # the forms that are fastest
+        plan = dataclasses.replace(plan, slice_count=6, reduce_scatter=form)
+    job = product_job(plan, wrt=wrt, extent=3 * 2**13)
+    with Compiler(V4) as compiler:
+        answer = compiler.compile(job)
+    assert abs(peak.peak_bytes(job) / answer.peak_bytes - 1) < 0.2
+    assert peak.peak_bytes(msgspec.structs.replace(job, gspmd=True)) is None
 
 
 @live

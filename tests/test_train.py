@@ -136,7 +136,7 @@ def test_a_checkpoint_resumes_on_other_meshes_with_other_algorithms(tmp_path):
     assert "step_00000006 is passed over" in said[0] and "were written" in said[0]
     assert said[1].endswith("step_00000004")
     stranger = training.Checkpoints(tmp_path / "c", {"model": {"name": "other"}}, say=said.append)
-    with pytest.raises(ValueError, match="holds the model .*'m'.*, and this run has .*'other'"):
+    with pytest.raises(ValueError, match=r"holds the model .*'m'.*, and this run has .*'other'"):
         training.begin(trainer, stranger, True)
 
 

@@ -2,7 +2,7 @@
 
 import csv
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -15,10 +15,9 @@ from meshslice_jax.compiled.run import Compiled, CompiledBlock, Failed, Findings
 Blocks = Mapping[str, CompiledBlock | str]
 _COLUMNS = (
     "layer pass algorithm flow S form options async sync hidden copies_ms exposed_ms "
-    "projected_ms x_FLOPs x_peer peak_MB compile_s tried"
+    "projected_ms x_FLOPs x_peer peak_MB planned_MB compile_s tried"
 ).split()
-_EXPENDABLE = ("compile_s", "tried", "options", "peak_MB")
-_RESOURCES = ("core", "wait", "row+", "row-", "col+", "col-")
+_EXPENDABLE = ("compile_s", "tried", "options", "planned_MB", "peak_MB")
 _COLOURS = {"product": "tab:blue", "copy": "tab:orange", "wait": "tab:red"}
 
 
@@ -93,6 +92,7 @@ def _cells(found: Findings, row: Compiled, peer_s: float | None) -> list[str]:
         f"{row.projected_s / row.ideal_s:.2f}",
         "" if peer_s is None else f"{row.projected_s / peer_s:.2f}",
         megabytes(row.peak_bytes),
+        "" if row.planned_bytes is None else megabytes(row.planned_bytes),
         f"{row.compile_s:.1f}",
         str(found.tried(row.product, one.algorithm)),
     ]
@@ -200,6 +200,7 @@ def _tried(row: Compiled) -> dict:
         "sync_collectives": replay.sync_collectives,
         "async_collectives": replay.async_collectives,
         "peak_bytes": row.peak_bytes,
+        "planned_bytes": row.planned_bytes,
         "compile_s": row.compile_s,
         "variants": dict(row.variants),
     }
@@ -225,6 +226,12 @@ def _block(rule: str, block: CompiledBlock | str) -> dict:
     }
 
 
+def _resources(found: Findings) -> list[str]:
+    """What a schedule holds: the core, its waiting, each direction of each dimension."""
+    directions = (f"{name}{way}" for name in found.study.links.grid.names for way in "+-")
+    return ["core", "wait", *directions]
+
+
 def _named(found: Findings) -> Iterator[tuple[str, Compiled]]:
     for row in found.best():
         yield f"{row.layer}.{row.pass_}.{row.candidate.algorithm}", row
@@ -242,17 +249,17 @@ def write_hlo(found: Findings, blocks: Blocks, folder: Path) -> None:
 
 def write_trace(found: Findings, path: Path) -> None:
     """A trace in Chrome's format: a process for each schedule, a track for each resource."""
-    events = []
+    events, resources = [], _resources(found)
     for number, (name, row) in enumerate(_named(found)):
         events.append(_title("process", number, 0, name))
-        events += [_title("thread", number, i, track) for i, track in enumerate(_RESOURCES)]
+        events += [_title("thread", number, i, track) for i, track in enumerate(resources)]
         events += [
             {
                 "name": span.name,
                 "cat": span.what,
                 "ph": "X",
                 "pid": number,
-                "tid": _RESOURCES.index(span.resource),
+                "tid": resources.index(span.resource),
                 "ts": span.start_s * 1e6,
                 "dur": (span.end_s - span.start_s) * 1e6,
             }
@@ -285,7 +292,7 @@ def write_plot(found: Findings, path: Path) -> None:
     figure = Figure(figsize=(10, 1.3 * len(named) + 0.6), layout="constrained")
     panels = figure.subplots(len(named), 1, squeeze=False)[:, 0]
     for axis, (name, row) in zip(panels, named, strict=True):
-        _draw(axis, row.replay)
+        _draw(axis, row.replay, _resources(found))
         axis.set_xlim(0, longest)
         axis.set_title(f"{name}: {milliseconds(row.projected_s)} ms", loc="left", fontsize=8)
     panels[-1].set_xlabel(
@@ -303,8 +310,8 @@ def write_plot(found: Findings, path: Path) -> None:
                 )
 
 
-def _draw(axis, replay: Replay) -> None:
-    for place, resource in enumerate(_RESOURCES):
+def _draw(axis, replay: Replay, resources: Sequence[str]) -> None:
+    for place, resource in enumerate(resources):
         spans = [span for span in replay.spans if span.resource == resource]
         axis.broken_barh(
             [(span.start_s * 1e3, (span.end_s - span.start_s) * 1e3) for span in spans],
@@ -313,5 +320,5 @@ def _draw(axis, replay: Replay) -> None:
             edgecolor="white",
             linewidth=0.3,
         )
-    axis.set_yticks(range(len(_RESOURCES)), _RESOURCES, fontsize=6)
+    axis.set_yticks(range(len(resources)), resources, fontsize=6)
     axis.invert_yaxis()

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from meshslice_jax import algorithms
-from meshslice_jax.compiled import hlo, program
+from meshslice_jax.compiled import hlo, peak, program
 from meshslice_jax.compiled.candidates import Candidate, Space, candidates, of_plan
 from meshslice_jax.compiled.compiler import Compiler
 from meshslice_jax.compiled.jobs import Answer, BlockJob, ProductJob
@@ -92,6 +92,7 @@ class Compiled:
       replay: the replayed schedule.
       variants: name of a changed assumption -> projected seconds of the same schedule.
       peak_bytes: of one chip, by the compiler.
+      planned_bytes: the same, as `peak` expects it, or None.
       compile_s: seconds of compilation.
       hlo: the schedule.
     """
@@ -103,6 +104,7 @@ class Compiled:
     replay: Replay
     variants: Mapping[str, float]
     peak_bytes: int
+    planned_bytes: int | None
     compile_s: float
     hlo: str = dataclasses.field(repr=False)
 
@@ -310,6 +312,7 @@ def _compiled(study, layer, pass_, candidate, job: ProductJob, answer: Answer) -
             for name, links in sensitivity(study.links).items()
         },
         peak_bytes=answer.peak_bytes,
+        planned_bytes=peak.peak_bytes(job),
         compile_s=answer.compile_s,
         hlo=answer.hlo,
     )
