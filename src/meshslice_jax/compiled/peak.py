@@ -11,7 +11,8 @@ dtype, two of each. The TPU compiler does better and worse (jax 0.10.2, libtpu 0
 - scattered slices wait to be joined; exchanged ones all arrive before they are summed;
 - what moves is copied before: turned where its streamed index is the minor one, then cut.
 
-`peak_bytes` counts that; for the fastest forms that is within 20 % of what the compiler says (a test).
+`peak_bytes` counts that; for the fastest forms it is within 20 % of what the compiler says
+(a test).
 """
 
 from meshslice_jax import algorithms
