@@ -64,27 +64,21 @@ def exchanges(platform: str) -> bool:
     return platform == "cpu" and compat.has_joined()
 
 
-def exchange_sum(
-    x: jax.Array, axis: Axis, dim: int, group: int, dtype, turned: bool = False
-) -> jax.Array:
+def exchange_sum(x: jax.Array, axis: Axis, dim: int, group: int, dtype) -> jax.Array:
     """What a reduce-scatter among every `group` neighbours gives, by an all-to-all and a sum.
 
     The bytes are the same. The sum, in `dtype`, is an explicit tree: cheaper on TPUs than a
-    reduction over a new leading dimension. `turned` sends and sums the parts of a matrix with
-    their two dimensions exchanged (`dim` is 0); the result is the same.
+    reduction over a new leading dimension.
     """
     if group == 1:
         return x.astype(dtype)
-    if turned:
-        chunks = x.reshape(group, x.shape[0] // group, x.shape[1]).swapaxes(1, 2)
-        x = chunks.reshape(group * chunks.shape[1], chunks.shape[2])
     received = all_to_all(x, axis, dim, group)
     parts = lax.split(received, [received.shape[dim] // group] * group, dim)
     parts = [part.astype(dtype) for part in parts]
     while len(parts) > 1:
         pairs = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)]
         parts = pairs + parts[len(parts) // 2 * 2 :]
-    return parts[0].T if turned else parts[0]
+    return parts[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

@@ -41,9 +41,8 @@ class Job:
       exchanged: whether a native reduce-scatter runs as an all-to-all and a sum; see
         `collectives.exchanges`.
       kept: the role that comes and goes in the plan's `rhs_layout`, as a tuple of arrays.
-      turned_after: whether the result will be turned. An exchange turns what it sends, for
-        which a product only writes in another order, and turns the sum back; the two turns
-        of the sum cancel, and with them a pass over it.
+      turned_after: whether the result will be turned; a kernel may turn it back before, so that
+        both turns cancel.
     """
 
     contraction: Contraction
@@ -107,9 +106,7 @@ class Job:
         """The same among every `group` neighbours, by an all-to-all and a sum."""
         with jax.named_scope("scatter"):
             wire, axis = partial.astype(self.wire_dtype), self.axis(mover.axis)
-            summed = collectives.exchange_sum(
-                wire, axis, mover.dim, group, self.accum_dtype, self.turned_after
-            )
+            summed = collectives.exchange_sum(wire, axis, mover.dim, group, self.accum_dtype)
             return summed.astype(self.out_dtype)
 
 

@@ -58,8 +58,26 @@ def product(operands: dict[str, jax.Array], moving: str, job: Job, turn: int = 0
     if axis.size == 1 or job.plan.reduce_scatter == "native":
         return job.scatter(job.dot(**operands), out)
     if job.plan.reduce_scatter == "all_to_all":
-        return job.exchange(job.dot(**operands), out, axis.size)
+        return exchanged(operands, moving, job)
     return ring(operands, moving, job, balanced(axis.size // job.plan.scatter_group, turn))
+
+
+def exchanged(operands: dict[str, jax.Array], moving: str, job: Job) -> jax.Array:
+    """The sum over an axis of each chip's product for this chip's chunk, by an all-to-all.
+
+    A result that is turned after the kernel is turned before the exchange instead, as it leaves
+    the product, which XLA makes write it so, and turned back: two turns cancel. That saves a pass
+    over the result; the product has to be one of chunks for it.
+    """
+    out = job.output()
+    chunks = job.axis(out.axis).size
+    if not job.turned_after:
+        return job.exchange(job.dot(**operands), out, chunks)
+    whole = operands[moving]
+    split = whole.reshape(chunks, whole.shape[0] // chunks, *whole.shape[1:])
+    parts = jax.vmap(lambda chunk: job.dot(**(operands | {moving: chunk})))(split)
+    turned = parts.swapaxes(1, 2)
+    return job.exchange(turned.reshape(-1, turned.shape[2]), out, chunks).T
 
 
 def balanced(chunks: int, turn: int = 0) -> tuple[int, int]:
