@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import pathlib
 import re
 
 import jax
@@ -13,10 +14,28 @@ from hypothesis import strategies as st
 import meshslice_jax as ms
 from census import census
 from meshslice_jax import algorithms, gemm
+from meshslice_jax.algorithms.meshslice import units
 from meshslice_jax.problem import GemmProblem
 from meshslice_jax.site import find_site
 
 MESH = (2, 4)
+
+TAPERS = re.findall(
+    r'(?m)^\| `"(head|ends|graded)"` \| (.*) \|$',
+    (pathlib.Path(__file__).parents[1] / "docs" / "algorithms.md").read_text(),
+)
+
+
+@pytest.mark.parametrize(("taper", "row"), TAPERS)
+def test_units_of_a_taper_are_those_of_the_docs(taper, row):
+    *widths, total = row.split(" | ")
+    formula, _, least = total.partition(" where S >= ")
+    for count, text in enumerate(widths, 1):
+        found = units(ms.GemmPlan(slice_count=count, taper=taper))[1]
+        assert ", ".join(map(str, found)) == text
+        if count >= int(least or 1):
+            factor, less = map(int, formula.split(" S - "))
+            assert sum(found) == factor * count - less
 
 
 def test_every_dimension_at_fault_is_named_at_once():
@@ -341,6 +360,22 @@ class TestOperands:
     def test_plan(self):
         with pytest.raises(TypeError, match="plan must be a GemmPlan or a LayerPlan, got str"):
             ms.matmul(np.ones((8, 8)), np.ones((8, 8)), "meshslice", mesh=self.mesh)
+
+    @pytest.mark.parametrize("plan", ["plan.json", pathlib.Path("plan.json")])
+    def test_file_of_a_plan(self, plan):
+        with pytest.raises(TypeError, match=r"got \w+; ms.load_plan reads the plan"):
+            ms.matmul(np.ones((8, 8)), np.ones((8, 8)), plan, mesh=self.mesh)
+
+    def test_plan_of_a_model(self):
+        layers = dict.fromkeys(("qkv", "out", "ff1", "ff2"), ms.LayerPlan(forward=ms.GemmPlan()))
+        plan = ms.ModelPlan(model="gpt3-125m", num_chips=4, mesh_shape=(2, 2), layers=layers)
+        words = r"got ModelPlan; take that of one layer, plan.layers\[...\] of 'qkv', 'out'"
+        with pytest.raises(TypeError, match=words):
+            ms.matmul(np.ones((8, 8)), np.ones((8, 8)), plan, mesh=self.mesh)
+
+    def test_a_plan_that_its_algorithm_cannot_run_is_refused_by_check(self):
+        with pytest.raises(ValueError, match="collective"):
+            ms.check(ms.GemmPlan(algorithm="collective", slice_count=4), 64, 64, 64, (2, 2))
 
     def test_no_mesh(self):
         with pytest.raises(ValueError, match="no mesh: pass mesh=, or call under"):

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,9 @@ def test_links_lead_to_files_that_exist(target):
 @pytest.mark.parametrize("script", sorted(set(re.findall(r"\./(scripts/\w+\.sh)", README))))
 def test_scripts_are_there_and_can_be_run(script):
     assert os.access(ROOT / script, os.X_OK)
+
+
+def test_the_readme_names_every_extra():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    listed = re.search(r"; extras are (.*?)\.\n", README, flags=re.DOTALL).group(1)
+    assert all(f"`{extra}`" in listed for extra in project["optional-dependencies"])

@@ -10,6 +10,8 @@ kernels, schedules) reads the dataflow table; plans only choose.
 
 import dataclasses
 import functools
+import os
+from collections.abc import Mapping
 
 from meshslice_jax.dataflow import Contraction, Dataflow
 
@@ -31,7 +33,9 @@ class GemmPlan:
     """How one product `out[m, n] = lhs[m, k] @ rhs[k, n]` runs on a 2D mesh.
 
     Fields with the names of algorithms in brackets are options of those; where another
-    algorithm is to run, `check` refuses any value but the default.
+    algorithm is to run, `check` refuses any value but the default. A plan is a choice, not
+    a promise: values that no algorithm of that name can run make one too (slice_count=4 with
+    "collective"); `check` says so, and whatever runs the plan raises.
 
     Attributes:
       algorithm: a name in `ALGORITHMS`.
@@ -42,7 +46,8 @@ class GemmPlan:
         takes at a time (MeshSlice); None is the largest legal size.
       taper: what nothing hides, the first gather and the last scatter, is made smaller: "head"
         makes the first slice half as large as the others, "ends" the last one too; "graded"
-        makes the first two and the last 1/3, 2/3 and 1/3 as large (MeshSlice; unrolled).
+        makes the first two and the last 1/3, 2/3 and 1/3 as large (MeshSlice; unrolled). A
+        slice count too small to hold a full-size slice leaves only those ends.
       rhs_layout: how the layer's weight is stored: "natural", or with slices in one piece,
         "permuted" or "sliced"; see `layout` (MeshSlice; for all three products of a layer).
       row_axis: mesh axis along which mesh-row coordinates vary.
@@ -207,9 +212,19 @@ class LayerPlan:
 
 
 def as_layer_plan(plan: GemmPlan | LayerPlan) -> LayerPlan:
-    """A LayerPlan as it is, a GemmPlan with its derived backward plans."""
+    """A LayerPlan as it is, a GemmPlan with its derived backward plans.
+
+    Raises:
+      TypeError: anything else; for a path or the plan of a whole model, with the way out.
+    """
     if isinstance(plan, LayerPlan):
         return plan
     if isinstance(plan, GemmPlan):
         return LayerPlan(forward=plan)
-    raise TypeError(f"plan must be a GemmPlan or a LayerPlan, got {type(plan).__name__}")
+    way_out = ""
+    if isinstance(plan, str | os.PathLike):
+        way_out = "; ms.load_plan reads the plan of a model from its file"
+    elif isinstance(layers := getattr(plan, "layers", None), Mapping):
+        way_out = f"; take that of one layer, plan.layers[...] of {', '.join(map(repr, layers))}"
+    kind = type(plan).__name__
+    raise TypeError(f"plan must be a GemmPlan or a LayerPlan, got {kind}{way_out}")
