@@ -128,7 +128,7 @@ def trial(program: str, folder: Path, wait_s: float, number: int, within_s: floa
     if f"ms{launcher.pid}-" in names:
         wrong.append(f"namespaces are left: {names.split()}")
     ours = steps(folder)[made:]
-    if ours and ours[0] != before:  # steps count from 0, a checkpoint has made as many
+    if ours and ours[0] != before + 1:  # a checkpoint of step n was saved after step n
         wrong.append(f"it went on at step {ours[0]} after a checkpoint of step {before}")
     done = f"steps {ours[0]}-{ours[-1]}, " if ours else ""
     print(f"rank {victim} after {wait_s:.1f} s: {done}ended {took_s:.1f} s later", flush=True)

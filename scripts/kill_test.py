@@ -142,7 +142,7 @@ def check(trial: Trial, exact: dict[int, float], before: int, expected: int) -> 
         for step, loss in new
         if loss != exact[step]
     ]
-    if new and [step for step, _ in new] != list(range(expected, expected + len(new))):
+    if new and [step for step, _ in new] != list(range(expected + 1, expected + 1 + len(new))):
         wrong.append(f"went on with step {new[0][0]}, and checkpoint {expected} was whole")
     return wrong
 

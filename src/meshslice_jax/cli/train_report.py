@@ -66,9 +66,9 @@ class Recorder:
         speed = "" if record.tokens_per_s is None else f"  {record.tokens_per_s:,.0f} tokens/s"
         note = f"loss {record.loss:.4f}{speed}"
         if self.progress is not None:
-            self.progress.update(self.task, completed=record.step + 1, note=note)
-        elif record.step % max(1, self.steps // 20) == 0 or record.step + 1 == self.steps:
-            common.say(common.stdout(), f"step {record.step + 1}/{self.steps}  {note}")
+            self.progress.update(self.task, completed=record.step, note=note)
+        elif record.step % max(1, self.steps // 20) == 0 or record.step == self.steps:
+            common.say(common.stdout(), f"step {record.step}/{self.steps}  {note}")
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """The log of a run: one JSON object a step, and the plot of its losses.
 
+The fields of a line are those of `loop.Record`; "step" counts from 1, as checkpoints do.
 A line is written as soon as its step's loss is known, so the log of a run that was killed
 ends with its last step, perhaps in the middle of a line. A resumed run appends: steps
 since the last checkpoint appear twice.

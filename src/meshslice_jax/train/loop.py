@@ -3,6 +3,9 @@
 Every process of a job runs the same loop; batches are a function of the step, so nothing
 has to be agreed on but where to begin, which process 0 decides. The loss of a step is
 fetched when the next one is on its way, so that devices do not wait for the host.
+
+Steps are numbered by how many the state has made when they end: 1 is the first, a checkpoint
+of step 100 was saved after step 100, and a run that goes on with it begins with step 101.
 """
 
 import contextlib
@@ -58,14 +61,51 @@ class Record:
     """What is known of a step when its loss is.
 
     Attributes:
-      step: its number, from 0.
+      step: its number, from 1.
       loss: before its update, in nats a token.
-      tokens_per_s: since the step before, over all devices; None for the first.
+      tokens_per_s: since the step before, over all devices, without what the loop waits for
+        between them (a checkpoint, a profile); None for the first of a run.
     """
 
     step: int
     loss: float
     tokens_per_s: float | None
+
+
+class _Losses:
+    """Losses of steps on their way, and the clock of those that came."""
+
+    def __init__(self, on_step: Callable[[Record], None], tokens: int):
+        self.on_step, self.tokens = on_step, tokens
+        self.coming: tuple[int, jax.Array] | None = None
+        self.since: float | None = None
+
+    def add(self, step: int, loss: jax.Array) -> None:
+        """A step was sent to the devices: the one before it is told."""
+        self.tell()
+        self.coming = step, loss
+
+    def tell_if_known(self) -> None:
+        """Before a step is sent: where devices wait for it, or sending one runs it (on CPU)."""
+        if self.coming is not None and self.coming[1].is_ready():
+            self.tell()
+
+    def tell(self) -> None:
+        """Waits for the loss that is on its way, if one is, and passes it on."""
+        if self.coming is None:
+            return
+        step, value, now = self.coming[0], float(self.coming[1]), time.perf_counter()
+        speed = None if self.since is None else self.tokens / (now - self.since)
+        self.on_step(Record(step, value, speed))
+        self.coming, self.since = None, now
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Around what belongs to no step: told first, and the clock goes on after it."""
+        self.tell()
+        yield
+        if self.since is not None:
+            self.since = time.perf_counter()
 
 
 def begin(trainer: Trainer, checkpoints: Checkpoints | None, resume: bool) -> State:
@@ -119,37 +159,31 @@ def train(
       profile_dir: where to write a trace of a few steps.
     """
     settings, first = trainer.settings, int(state["step"])
-    waiting, before = None, None
+    profiled = first + _PROFILE_FROM if profile_dir is not None else None
+    losses = _Losses(on_step, data.batch * data.seq_len)
     with contextlib.ExitStack() as profile:
-        for step in range(first, settings.steps):
-            if profile_dir is not None and step == first + _PROFILE_FROM:
-                profile.enter_context(jax.profiler.trace(profile_dir))
-            pieces = text.on_mesh(data.pieces(settings.seed, step), trainer.data)
+        for made in range(first, settings.steps):
+            if made == profiled:
+                with losses.pause():
+                    profile.enter_context(jax.profiler.trace(profile_dir))
+            pieces = text.on_mesh(data.pieces(settings.seed, made), trainer.data)
+            losses.tell_if_known()
             state, loss = trainer.step(state, pieces)
-            if waiting is not None:
-                before = _tell(on_step, *waiting, before, data)
-            waiting = step, loss
+            step = made + 1
+            losses.add(step, loss)
             distributed.step()
-            if step == min(first + _PROFILE_FROM + _PROFILE_STEPS, settings.steps) - 1:
-                jax.block_until_ready(state)
-                profile.close()
-            if checkpoints is not None and (
-                (step + 1) % checkpoint_every == 0 or step + 1 == settings.steps
-            ):
-                checkpoints.save(step + 1, state)
-        if waiting is not None:
-            _tell(on_step, *waiting, before, data)
+            if profiled is not None and step == min(profiled + _PROFILE_STEPS, settings.steps):
+                with losses.pause():
+                    jax.block_until_ready(state)
+                    profile.close()
+            due = step % checkpoint_every == 0 or step == settings.steps
+            if checkpoints is not None and due:
+                with losses.pause():
+                    checkpoints.save(step, state)
+        losses.tell()
     if checkpoints is not None:
         checkpoints.close()
     return state
-
-
-def _tell(on_step, step: int, loss: jax.Array, before: float | None, data: Data) -> float:
-    """Waits for a loss and passes it on; returns when it came."""
-    value, now = float(loss), time.perf_counter()
-    speed = None if before is None else data.batch * data.seq_len / (now - before)
-    on_step(Record(step, value, speed))
-    return now
 
 
 def evaluate(trainer: Trainer, data: Data, state: State, batches: int = 4) -> float:
