@@ -114,8 +114,8 @@ def test_one_replica_runs_and_a_block_schedule_does_not(tmp_path):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (("--mesh", "2x2"), "--plan is run as it is, so --mesh cannot be chosen"),
-        (("--model", "gpt3-125m", "--slices", 2), "so --model, --slices cannot be chosen"),
+        (("--mesh", "2x2"), "so --mesh cannot be chosen; leave it out, or use --model instead"),
+        (("--model", "gpt3-125m", "--slices", 2), "cannot be chosen; leave them out, or use"),
         (("--dtype", "float32"), "so --dtype cannot be chosen"),
         (("--layers", "ff3"), "the plan has no layer ff3; it has qkv, out, ff1, ff2"),
         (("--scale", 3), "scale 3 does not divide the plan's 256 tokens; 1, 2, 4, "),

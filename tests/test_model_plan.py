@@ -193,6 +193,37 @@ def test_truncated_files_are_refused_by_name(tmp_path, share):
         load_plan(path)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[1, 2]", "Expected `object`, got `array`"),
+        ("[build-system]", "Expected `object`, got `array`"),
+        ("name = 1", "JSON is malformed"),
+        ("", "Input data was truncated"),
+        ('{"version": "1.0"}', "Expected `int`, got `str`"),
+        ('{"plan": {}, "meshes": []}', "missing required field `version`"),
+        (b"\xff\xd8", "malformed"),
+    ],
+)
+def test_files_of_another_kind_are_told_what_was_expected(text, words):
+    with pytest.raises(ValueError, match=f"(?s)^file: .*{words}.*; expected a plan, .*--out"):
+        plan_from_json(text, "file")
+
+
+def test_the_report_of_tune_is_told_from_a_plan():
+    report = f'{{"search": "exact", "plan": {plan_to_json(plain())}, "meshes": []}}'
+    with pytest.raises(ValueError, match="file: this is the report that `meshslice tune --json`"):
+        plan_from_json(report, "file")
+
+
+def test_a_profile_that_does_not_ship_is_noted(tmp_path):
+    path, plan = tmp_path / "plan.json", plain(hardware="mine")
+    save_plan(plan, path)
+    words = r"plan\.json: hardware 'mine' is no profile .*tpu_v5e.* at `\$.hardware`"
+    with pytest.warns(UserWarning, match=words):
+        assert load_plan(path) == plan
+
+
 def test_plans_that_do_not_fit_together():
     with pytest.raises(ValueError, match="batch 8 cannot be shared by data_parallel = 16"):
         plain(mesh_shape=(1, 1), data_parallel=16)

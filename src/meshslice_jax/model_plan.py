@@ -14,6 +14,7 @@ twin dataflow: it sees the mesh with rows and columns exchanged.
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ import msgspec
 
 from meshslice_jax import algorithms
 from meshslice_jax.block import BlockSchedule
+from meshslice_jax.hardware import HARDWARE
 from meshslice_jax.mesh import MeshShape
 from meshslice_jax.models import MODELS, ModelShape, fc_layers, model
 from meshslice_jax.plan import GemmPlan, LayerPlan
@@ -190,6 +192,13 @@ class _Version(msgspec.Struct):
     version: int
 
 
+class _Report(msgspec.Struct):
+    """What tells the report of `meshslice tune --json` from other files."""
+
+    plan: _Version
+    meshes: msgspec.Raw
+
+
 class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A ModelPlan in a file; the defaults are those of `ModelPlan`."""
 
@@ -225,11 +234,11 @@ def plan_from_json(text: str | bytes, name: str = "plan") -> ModelPlan:
       name: what to call it in messages.
 
     Raises:
-      ValueError: it is not JSON, a field is unknown, missing or of the wrong kind (with
-        its path), it is of a newer version, or the plan cannot run on its own mesh.
+      ValueError: it is not the JSON of a plan, a field is unknown, missing or of the wrong
+        kind (with its path), it is of a newer version, or the plan cannot run on its own mesh.
     """
     try:
-        version = msgspec.json.decode(text, type=_Version).version
+        version = _version(text)
         if not 1 <= version <= VERSION:
             raise ValueError(
                 f"version {version} is not one that this package reads (1 to {VERSION}); "
@@ -237,10 +246,26 @@ def plan_from_json(text: str | bytes, name: str = "plan") -> ModelPlan:
                 if version > VERSION
                 else f"version {version} does not exist; the first is 1"
             )
-        found = msgspec.json.decode(text, type=_File)
-        return _from_file(found)
+        return _from_file(msgspec.json.decode(text, type=_File))
     except (msgspec.DecodeError, ValueError, TypeError) as error:
         raise ValueError(f"{name}: {error}") from None
+
+
+def _version(text: str | bytes) -> int:
+    """The version of a plan's file; what is no such file is told apart."""
+    try:
+        return msgspec.json.decode(text, type=_Version).version
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        try:
+            msgspec.json.decode(text, type=_Report)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            raise ValueError(
+                f"{error}; expected a plan, which `meshslice tune --out` and ms.save_plan write"
+            ) from None
+        raise ValueError(
+            "this is the report that `meshslice tune --json` writes; a plan is what "
+            "`meshslice tune --out` writes (and what the report has under `plan`)"
+        ) from None
 
 
 def _from_file(found: _File) -> ModelPlan:
@@ -318,6 +343,18 @@ def load_plan(path: str | os.PathLike) -> ModelPlan:
     Raises:
       OSError: the file cannot be opened.
       ValueError: as for `plan_from_json`, with the file's name.
+
+    Warns:
+      UserWarning: `hardware` is no profile that ships: one of the user's own, which whatever
+        prices the plan has to be given, or a slip.
     """
     with open(path, "rb") as file:
-        return plan_from_json(file.read(), os.fspath(path))
+        plan = plan_from_json(file.read(), os.fspath(path))
+    if plan.hardware not in HARDWARE:
+        warnings.warn(
+            f"{os.fspath(path)}: hardware {plan.hardware!r} is no profile that ships (they are "
+            f"{', '.join(HARDWARE)}) - at `$.hardware`; if it is your own, give its JSON file as "
+            "hardware where the plan is priced",
+            stacklevel=2,
+        )
+    return plan

@@ -52,6 +52,8 @@ def model(source: "str | os.PathLike | ModelShape") -> ModelShape:
         path = os.path.join(path, "config.json")
     if os.path.isfile(path):
         return read_config(path)
+    if path.endswith(".json") or not isinstance(source, str):
+        raise ValueError(f"model {path!r}: no such file")
     near = difflib.get_close_matches(str(path), MODELS, n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise ValueError(

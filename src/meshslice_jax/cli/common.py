@@ -6,6 +6,7 @@ import importlib.util
 import os
 import platform as host
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -117,22 +118,29 @@ def refuse_choices(context: typer.Context, names: Sequence[str]) -> None:
         and context.get_parameter_source(parameter.name).name == "COMMANDLINE"
     ]
     if given:
+        has_model = any(parameter.name == "model" for parameter in context.command.params)
         raise ValueError(
-            f"--plan is run as it is, so {', '.join(given)} cannot be chosen; leave them out, or "
-            "use --model"
+            f"--plan is run as it is, so {', '.join(given)} cannot be chosen; leave "
+            f"{'it' if len(given) == 1 else 'them'} out, or "
+            + ("use --model instead of --plan" if has_model else "leave --plan out")
         )
 
 
 def read_plan(path: Path) -> ModelPlan:
-    """The ModelPlan in a file.
+    """The ModelPlan in a file; what is to be noted of it is said.
 
     Raises:
       ValueError: the file cannot be read, or its plan is not one.
     """
     try:
-        return load_plan(path)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            plan = load_plan(path)
     except OSError as error:
         raise ValueError(f"plan {path} cannot be read: {error.strerror}") from None
+    for warning in caught:
+        say(stderr(), f"note: {warning.message}", style="yellow")
+    return plan
 
 
 def profile_line(spec: HardwareSpec) -> str:

@@ -153,10 +153,10 @@ def _compiled(source, chips, topology, count, slices, limit, arguments) -> Model
     return ranked[0].plan
 
 
-def _source(model: str | None, config: Path | None) -> str:
+def _source(model: str | None, config: Path | None) -> str | Path:
     if (model is None) == (config is None):
         raise ValueError("give either --model NAME or --config config.json")
-    return model if config is None else str(config)
+    return model if config is None else config
 
 
 def _degree(text: str) -> int | str:
