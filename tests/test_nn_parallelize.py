@@ -1,5 +1,6 @@
 """Models that others wrote, unmodified, on a plan: values, gradients, placements, reports."""
 
+import dataclasses
 import io
 
 import flax.linen as nn
@@ -141,12 +142,13 @@ def test_linen_explain_and_strict():
     assert str(found) + "\n" == out.getvalue()
     names = [row.product.layer for row in found.rows]
     block = ("attn/query", "attn/key", "attn/value", "attn/out", "fc1", "up", "fc2", "other")
-    assert names == [f"layers/{name}" for name in block]
-    rows = dict(zip(block, found.rows, strict=True))
+    assert names == [*(f"layers/{name}" for name in block), ""]
+    assert found.rows[-1].product.path == "table" and found.rows[-1].product.plan is None
+    rows = dict(zip(block, found.rows[:-1], strict=True))
     assert rows["fc2"].product.plan.forward.algorithm == "wang"
     assert rows["attn/out"].product.problem == ms.GemmProblem(m=16, n=24, k=24)
-    assert [p.layer for p in found.trace.fallbacks] == ["layers/other"]
-    assert found.trace.others == (((4, 4, 24), (24, 8), 1),)
+    assert [p.path for p in found.trace.fallbacks] == ["layers/other", "table"]
+    assert found.trace.others == ()
     problem, plan = rows["fc1"].product.problem, PLANS["ff1"]
     schedule = ms.schedule(problem, plan, (2, 4))
     hardware = ms.hardware_spec("tpu_v4")
@@ -154,17 +156,19 @@ def test_linen_explain_and_strict():
     assert rows["fc1"].step_s > rows["fc1"].forward_s and rows["fc1"].sent_bytes > 0
     assert ("params/layers/fc2/kernel", 2 * 24 * 32 * 4) in found.replicated
     assert len(found.replicated) == 7
+    assert dict(found.unplanned) == {"params/layers/other/kernel": 4608, "params/table": 768}
     text = out.getvalue()
-    assert "lax.dot_general: no rule matches its path" in text and "7 of 8 products" in text
+    assert "lax.dot_general: no rule matches its path" in text and "7 of 9 products" in text
     assert "WARNING params/layers/fc2/kernel: 6.14 kB whole on every chip" in text
 
     placed = jax.device_put(variables, shardings(variables))
     assert not ms.nn.explain(model, placed, X, file=out).replicated
-    with pytest.raises(ValueError, match=r"1 of 8 products do not run[\s\S]*other: no rule"):
+    words = r"2 of 9 products do not run[\s\S]*other: no rule[\s\S]*table: its"
+    with pytest.raises(ValueError, match=words):
         ms.nn.explain(model, placed, X, strict=True, file=out)
     with pytest.raises(ValueError, match="do not run on a plan"):
         ms.nn.parallelize(module, PLANS, mesh(), X, strict=True)
-    rules = [(r"/other$", None), *DEFAULT_RULES]
+    rules = [(r"/other$", None), ("^table$", None), *DEFAULT_RULES]
     ms.nn.parallelize(module, PLANS, mesh(), X, strict=True, rules=rules)
 
 
@@ -226,7 +230,7 @@ def test_nnx_in_place_values_gradients_and_placements():
     explained = ms.nn.explain(model, X, file=io.StringIO())
     plans = {row.product.layer: row.product.plan for row in explained.rows}
     assert plans["attn/query"].forward == again and plans["mlp/0"] is None
-    assert type(model.mlp[1]) is cls and "mlp/1" not in plans
+    assert type(model.mlp[1]) is cls and plans["mlp/1"] is None
 
 
 def test_equal_nnx_models_trace_once():
@@ -371,6 +375,9 @@ def test_a_layer_that_cannot_run_is_named_or_falls_back():
     variables = jax.eval_shape(model.init, jax.random.key(0), X)
     found = ms.nn.explain(model, variables, X, file=io.StringIO())
     assert "n = 7 is not divisible" in found.trace.fallbacks[0].reason
+    lines = str(found).splitlines()
+    assert lines[2].endswith("cannot run on a 2x4 mesh ('row' x 'col')")
+    assert sum("n = 7 is not divisible" in line for line in lines) == 2  # rhs, out: a note
     assert shardings(variables)["params"]["layers_1"]["kernel"].spec == P()
     model, shardings = ms.nn.parallelize(odd, plan, mesh(), X, pad=True)
     found = ms.nn.explain(model, variables, X, file=io.StringIO(), strict=True)
@@ -519,3 +526,103 @@ def test_rewriting_finds_weights_on_either_side_and_through_jit():
     )
     assert [row.product.weight for row in traced.rows] == [("w", (0, 1))]
     assert traced.trace.others == (((4, 6, 8), (4, 6, 8), 1),)
+
+
+class Hidden(nn.Module):
+    """Products of parameters that no hook sees, and one of activations."""
+
+    @nn.compact
+    def __call__(self, x):
+        embed = nn.Embed(8, 24, name="embed")
+        x = nn.Dense(24, name="fc1")(x + embed(jnp.zeros(x.shape[:2], int)))
+        x = nn.Einsum((24, 24), "bti,ij->btj", name="ein")(x)
+        raw = self.param("raw", nn.initializers.normal(), (24, 2, 12)).reshape(24, 24)
+        scale = self.param("scale", nn.initializers.ones, (24,))
+        stack = self.param("stack", nn.initializers.normal(), (2, 24, 24))
+        x = jnp.einsum("ij,bti->btj", raw * scale, x)
+        x = jax.lax.fori_loop(0, 2, lambda i, x: jax.jit(jnp.matmul)(x, stack[i]), x)
+        return embed.attend(jnp.einsum("bst,btj->bsj", jnp.einsum("bsi,bti->bst", x, x), x))
+
+
+def test_products_of_parameters_that_no_hook_sees_are_listed_and_fail_strict():
+    module, out = Hidden(), io.StringIO()
+    variables = jax.jit(module.init)(jax.random.key(0), X)
+    model, _ = ms.nn.parallelize(module, ms.GemmPlan(), mesh(), X)
+    found = ms.nn.explain(model, variables, X, file=out)
+    hidden = ["ein", "raw", "stack", "embed/embedding"]
+    assert [p.path for p in found.trace.fallbacks] == hidden
+    assert "1 of 5 products of layers run on a plan" in out.getvalue()
+    assert [lhs for lhs, *_ in found.trace.others] == [(4, 4, 24), (4, 4, 4)]
+    paths = ("ein/kernel", "embed/embedding", "raw", "stack")
+    assert sorted(path for path, _ in found.unplanned) == sorted(f"params/{p}" for p in paths)
+    assert "WARNING params/raw: 2.3 kB whole on every chip; its product is on no pl" in str(found)
+    with pytest.raises(ValueError, match=r"4 of 5 products[\s\S]*embed/embedding: its layer takes"):
+        ms.nn.parallelize(module, ms.GemmPlan(), mesh(), X, strict=True)
+    # A function of the model knows its rules too; a rule of a layer or of a parameter will do.
+    rules = [("embed$", None), ("^(raw|stack)$", None), ("^ein$", "*"), *DEFAULT_RULES]
+    model, _ = ms.nn.parallelize(module, ms.GemmPlan(), mesh(), X, strict=True, rules=rules)
+    ms.nn.explain(lambda v, x: model.apply(v, x), variables, X, strict=True, file=out)
+
+
+def test_products_of_parameters_of_nnx_modules_fail_strict():
+    model, x = Plain(nnx.Rngs(0)), jnp.ones((4, 4, 32))
+    for rules, words in (
+        (None, "w: its layer takes no dot_general, and no rule"),
+        ([("zzzz", None), ("^w$", None)], "^rule 'zzzz' matched no layer$"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ms.nn.parallelize(model, PLANS, mesh(), x, rules=rules, strict=True, train=True)
+    ms.nn.parallelize(model, PLANS, mesh(), x, rules=[("^w$", None)], strict=True, train=True)
+
+
+def test_rules_that_match_or_name_nothing():
+    module, rules = nn.Dense(24, name="fc1"), [("zzzz", None), *DEFAULT_RULES]
+    model, _ = ms.nn.parallelize(module, PLANS, mesh(), X, rules=rules)
+    variables = jax.eval_shape(module.init, jax.random.key(0), X)
+    found = ms.nn.explain(model, variables, X, file=io.StringIO())
+    assert found.trace.unmatched == ("zzzz",) and "rule 'zzzz' matched no layer" in str(found)
+    with pytest.raises(ValueError, match=r"^rule 'zzzz' matched no layer$"):
+        ms.nn.parallelize(module, PLANS, mesh(), X, rules=rules, strict=True)
+    with pytest.raises(ValueError, match="asks for layer 'nolayer', and the plan is one for all"):
+        ms.nn.parallelize(module, ms.GemmPlan(), mesh(), X, rules=[("fc1", "nolayer")])
+    ms.nn.parallelize(module, ms.GemmPlan(), mesh(), X, rules=[("fc1", "ff1")], strict=True)
+
+
+@pytest.mark.parametrize("flax", ["linen", "nnx"])
+def test_axes_with_other_names(flax):
+    other = ms.make_mesh((2, 4), ("x", "y"))
+    plan = ms.tune("gpt3-125m", 8, mesh_shape=(2, 4))
+    model = (
+        nn.Dense(24, name="fc1")
+        if flax == "linen"
+        else nnx.Dict(fc1=nnx.Linear(24, 24, rngs=nnx.Rngs(0)))
+    )
+    inputs = (X,) if flax == "linen" else ()
+    words = r"row_axis='\w+', col_axis='\w+', and the mesh has the axes 'x', 'y'; .*with_axes"
+    for wrong in (plan, plan.layers, ms.GemmPlan()):
+        with pytest.raises(ValueError, match=words):
+            ms.nn.parallelize(model, wrong, other, *inputs)
+    twin = ms.LayerPlan(forward=ms.GemmPlan(row_axis="col", col_axis="row"))
+    plan = dataclasses.replace(plan, layers=dict(plan.layers) | {"ff1": twin})
+    renamed = ms.nn.with_axes(plan, row="x", col="y")
+    assert renamed["ff1"].forward == ms.GemmPlan(row_axis="y", col_axis="x")
+    assert renamed["ff1"].grad_lhs.row_axis == "y" and renamed.keys() == plan.layers.keys()
+    found = ms.nn.parallelize(model, renamed, other, *inputs)
+    if flax == "nnx":
+        assert model["fc1"].kernel[...].sharding.spec == P("y", "x")
+        return
+    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+    assert found[1](variables)["params"]["kernel"].spec == P("y", "x")
+    explained = ms.nn.explain(found[0], variables, X, file=io.StringIO())
+    assert "meshslice os twin S=1 on 2x4" in str(explained)
+
+
+def test_explain_prices_on_the_profile_of_the_plan():
+    module = nn.Dense(3072, name="fc1", dtype=jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((4, 2048, 768), jnp.bfloat16)
+    plan = ms.tune("gpt3-125m", 8, mesh_shape=(2, 4), hardware="tpu_v5e")
+    model, _ = ms.nn.parallelize(module, plan, mesh(), x)
+    variables = jax.eval_shape(module.init, jax.random.key(0), x)
+    assert ms.nn.explain(model, variables, x, file=io.StringIO()).hardware == "tpu_v5e"
+    given = ms.nn.explain(model, variables, x, hardware="tpu_v4", file=io.StringIO())
+    assert given.hardware == "tpu_v4"

@@ -66,12 +66,19 @@ class Product:
     reason: str | None = None
     chosen: bool = False
 
+    @property
+    def path(self) -> str:
+        """The layer's path, and the parameter's name in it where that is no kernel."""
+        name = self.weight[0] if self.weight else "kernel"
+        return self.layer if name == "kernel" else "/".join(filter(None, (self.layer, name)))
+
 
 class _Log:
-    """A list of products that is compared by identity, as a key of caches."""
+    """Products, and who assigned them; compared by identity, as a key of caches."""
 
-    def __init__(self):
+    def __init__(self, assignments: list):
         self.products: list[Product] = []
+        self.assignments = assignments
 
 
 #: (log, layer, weight) while somebody records, else None.
@@ -79,9 +86,13 @@ _current = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[list[Product]]:
-    """Collects the products that are traced inside, in order; yields the list."""
-    log = _Log()
+def recording(assignments: list | None = None) -> Iterator[list[Product]]:
+    """Collects the products that are traced inside, in order; yields the list.
+
+    Args:
+      assignments: a list to which `assigned` adds.
+    """
+    log = _Log([] if assignments is None else assignments)
     with _current((log, "", None)):
         yield log.products
 
@@ -103,6 +114,12 @@ def layer(path: str, weight: tuple[str, tuple[int, ...]] | None = None) -> Itera
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
         raise
+
+
+def assigned(assignment) -> None:
+    """Tells the log in context, if there is one, what decides on the layers traced now."""
+    if _current.value is not None and assignment not in _current.value[0].assignments:
+        _current.value[0].assignments.append(assignment)
 
 
 def is_recording() -> bool:

@@ -7,7 +7,7 @@
 Times are modelled: the schedule of each pass on a hardware profile (`cost.seconds`), with
 nothing overlapping between products. Bytes are what one chip sends in the three passes of
 a training step. Kernels that lie whole on every chip although their plan would have them
-cut are listed with their bytes.
+cut are listed with their bytes, and so are those of products that have no plan.
 """
 
 import dataclasses
@@ -21,8 +21,16 @@ from flax import nnx
 from meshslice_jax import algorithms, cost
 from meshslice_jax.gemm import of_one_replica
 from meshslice_jax.hardware import HardwareSpec, hardware_spec
+from meshslice_jax.mesh import MeshShape
 from meshslice_jax.nn.linen_layers import ParallelModule
-from meshslice_jax.nn.placing import Shardings, is_concrete, kernels, names, size_bytes
+from meshslice_jax.nn.placing import (
+    Shardings,
+    fallback_kernels,
+    is_concrete,
+    kernels,
+    names,
+    size_bytes,
+)
 from meshslice_jax.nn.trace import Trace, trace
 from meshslice_jax.product_log import Product
 
@@ -51,15 +59,17 @@ class Explanation:
 
     Attributes:
       trace: all products.
-      rows: those of layers, priced.
+      rows: those of layers and parameters, priced.
       replicated: (path, bytes of the whole kernel) of kernels that their plan would cut but
         that lie whole on every chip.
+      unplanned: likewise of parameters whose product falls back.
       hardware: the profile's name.
     """
 
     trace: Trace
     rows: tuple[Row, ...]
     replicated: tuple[tuple[str, int], ...]
+    unplanned: tuple[tuple[str, int], ...]
     hardware: str
 
     def __str__(self) -> str:
@@ -80,9 +90,18 @@ class Explanation:
             f"no layer's: {count} x {list(lhs)} x {list(rhs)}, as lax.dot_general"
             for lhs, rhs, count in self.trace.others
         ]
+        reasons = {row.product.reason: row.product.path for row in reversed(self.rows)}
+        for reason, path in reversed(reasons.items()):
+            if reason and "\n" in reason:
+                lines.append(f"{path}: {reason}")
+        lines += [f"WARNING rule {pattern!r} matched no layer" for pattern in self.trace.unmatched]
         lines += [
             f"WARNING {path}: {_bytes(size)} whole on every chip; place it with shardings(...)"
             for path, size in self.replicated
+        ]
+        lines += [
+            f"WARNING {path}: {_bytes(size)} whole on every chip; its product is on no plan"
+            for path, size in self.unplanned
         ]
         return "\n".join(lines)
 
@@ -90,7 +109,7 @@ class Explanation:
 def explain(
     model: Any,
     *inputs: Any,
-    hardware: str | pathlib.Path | HardwareSpec = "tpu_v4",
+    hardware: str | pathlib.Path | HardwareSpec | None = None,
     strict: bool = False,
     file: Any = None,
     **kwargs: Any,
@@ -103,8 +122,10 @@ def explain(
       model: what `parallelize` returned: for linen the model (the first input is then the
         variables, as for `apply`), for nnx the module; or any function of arrays.
       *inputs: arguments of the call.
-      hardware: the profile that prices the schedules; see `hardware_spec`.
-      strict: raise if a product of a layer runs off the plan and no rule says None.
+      hardware: the profile that prices the schedules; see `hardware_spec`. By default that
+        of the ModelPlan on which the model runs; "tpu_v4" where there is none.
+      strict: raise if a product of a layer or of a parameter runs off the plan and no rule
+        says None, or a rule matches no layer.
       file: where to print; standard output by default.
       **kwargs: keyword arguments of the call.
 
@@ -113,7 +134,6 @@ def explain(
         is not.
       TypeError: a linen module that was not parallelized.
     """
-    spec = hardware_spec(hardware)
     if isinstance(model, flax.linen.Module):
         raise TypeError(
             "a linen module runs nothing on a plan by itself; explain the model that parallelize "
@@ -122,10 +142,13 @@ def explain(
     if not callable(model) and not isinstance(model, ParallelModule):
         raise TypeError(f"explain takes a parallelized model or a function, got {model!r}")
     found = trace(model, inputs, kwargs)
+    spec = hardware_spec(hardware or found.hardware or "tpu_v4")
+    whole = tuple(_replicated(model, inputs, found))
     explanation = Explanation(
         trace=found,
         rows=tuple(_row(product, spec) for product in found.products),
-        replicated=tuple(_replicated(model, inputs, found)),
+        replicated=tuple((path, size) for path, size, planned in whole if planned),
+        unplanned=tuple((path, size) for path, size, planned in whole if not planned),
         hardware=spec.name,
     )
     print(explanation, file=file)
@@ -151,7 +174,7 @@ def _row(product: Product, hardware: HardwareSpec) -> Row:
 
 
 def _replicated(model: Any, inputs: tuple, found: Trace):
-    """Kernels of planned products that are not cut, if the model's arrays are at hand."""
+    """(path, bytes, whether planned) of kernels that are whole, where arrays are at hand."""
     tree = inputs[0] if isinstance(model, ParallelModule) and inputs else None
     if isinstance(model, nnx.Module):
         tree = nnx.state(model, nnx.Param)
@@ -159,29 +182,35 @@ def _replicated(model: Any, inputs: tuple, found: Trace):
     if tree is None or not meshes:
         return
     shardings = Shardings(meshes[0], kernels(found.products, meshes[0]))
+    unplanned = Shardings(meshes[0], tuple(fallback_kernels(found.fallbacks)))
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         kernel = shardings.kernel(names(keys))
-        if kernel is None or not any(kernel.spec) or not is_concrete(leaf):
+        planned = kernel is not None and any(kernel.spec)
+        if not is_concrete(leaf) or not (planned or unplanned.kernel(names(keys))):
             continue
         if not isinstance(leaf, jax.Array) or leaf.sharding.is_fully_replicated:
-            yield "/".join(names(keys)), size_bytes(leaf)
+            yield "/".join(names(keys)), size_bytes(leaf), planned
 
 
 def _cells(row: Row) -> tuple[str, ...]:
     product = row.product
     shapes = f"{_shape(product.lhs_shape)} x {_shape(product.rhs_shape)}"
     if product.plan is None:
-        why = (product.reason or "").splitlines()
-        return (product.layer, shapes, "", "lax.dot_general: " + " ".join(why), "", "", "")
+        first = (product.reason or "").partition("\n")[0].rstrip(":")
+        return (product.path, shapes, "", f"lax.dot_general: {first}", "", "", "")
     plan, problem = product.plan.forward, product.problem
     extents = f"{problem.m}, {problem.n}, {problem.k}"
     if product.trimmed:
         extents += f" (padded from {', '.join(map(str, product.trimmed))})"
-    runs = f"{plan.algorithm} {plan.dataflow.value} S={plan.slice_count} on {product.mesh_shape}"
+    order, shape = product.mesh.axis_names, product.mesh_shape
+    twin = order.index(plan.row_axis) > order.index(plan.col_axis)
+    flow = plan.dataflow.value + (" twin" if twin else "")
+    shape = MeshShape(shape.cols, shape.rows) if twin else shape
+    runs = f"{plan.algorithm} {flow} S={plan.slice_count} on {shape}"
     if product.replicas > 1:
         runs += f" x {product.replicas} replicas"
     times = [_time(row.forward_s), _time(row.step_s)]
-    return (product.layer, shapes, extents, runs, *times, _bytes(row.sent_bytes))
+    return (product.path, shapes, extents, runs, *times, _bytes(row.sent_bytes))
 
 
 def _shape(shape: tuple[int, ...]) -> str:

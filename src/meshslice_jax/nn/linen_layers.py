@@ -63,6 +63,7 @@ def intercepted(assignment: Assignment) -> Iterator[None]:
     """Runs linen modules as assigned, while it is in context."""
     rewriting: set[tuple[str, ...]] = set()
     interceptor = functools.partial(_intercept, assignment, rewriting)
+    product_log.assigned(assignment)
     with _assigned(assignment), nn.intercept_methods(interceptor):
         yield
 

@@ -25,12 +25,14 @@ from meshslice_jax.nn.rules import Assignment, Choice
 
 @dataclasses.dataclass(frozen=True)
 class LayerProduct:
-    """A product and the path of the layer that runs it, which does not count in `==`."""
+    """A product, and for the record (not in `==`) its layer's path and who assigned it."""
 
     op: DotGeneral | Unplanned
     path: str = dataclasses.field(compare=False)
+    assignment: Assignment = dataclasses.field(compare=False)
 
     def __call__(self, *args, **kwargs) -> jax.Array:
+        product_log.assigned(self.assignment)
         with product_log.layer(self.path):
             return self.op(*args, **kwargs)
 
@@ -44,11 +46,11 @@ def parallelize_nnx(
         hooked = hasattr(module, "dot_general")
         choice = assignment.choose(path, hooked=hooked)
         if hooked:
-            _swap(module, path, choice)
+            _swap(module, path, choice, assignment)
             if choice.op is not None:
                 _place(module, choice.op, mesh)
         else:
-            _rewrite(module, path, choice)
+            _rewrite(module, path, choice, assignment)
     if isinstance(mesh, Mesh):
         nnx.update(
             model, jax.tree.map(functools.partial(_spread, mesh), nnx.state(model, nnx.Param))
@@ -65,25 +67,25 @@ def _spread(mesh: Mesh, leaf):
     return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
 
 
-def _rewrite(module: nnx.Module, path: str, choice: Choice) -> None:
+def _rewrite(module: nnx.Module, path: str, choice: Choice, assignment: Assignment) -> None:
     """Makes a layer without a hook one that is rewritten, or again what it was."""
     base = getattr(type(module), "meshslice_base", type(module))
     if choice.op is not None and _owns_parameters(module):
-        module.meshslice_choice = LayerProduct(choice.op, path)
+        module.meshslice_choice = LayerProduct(choice.op, path, assignment)
         module.__class__ = _rewriting(base)
     elif base is not type(module):
         del module.meshslice_choice
         module.__class__ = base
 
 
-def _swap(module: nnx.Module, path: str, choice: Choice) -> None:
+def _swap(module: nnx.Module, path: str, choice: Choice, assignment: Assignment) -> None:
     fields = [f for f in ("dot_general", "dot_general_cls") if hasattr(module, f)]
     before = {field: _own_product(getattr(module, field)) for field in fields}
     after = swapped(before, choice)
     for field in fields:
         found = after.get(field)
         named = field == "dot_general" and found is not None
-        setattr(module, field, LayerProduct(found, path) if named else found)
+        setattr(module, field, LayerProduct(found, path, assignment) if named else found)
 
 
 def _own_product(found):
@@ -124,6 +126,7 @@ def _rewriting(cls: type) -> type:
     def __call__(self, *args, **kwargs):  # noqa: N807
         graph, state = nnx.split(self)
         chosen = self.meshslice_choice
+        product_log.assigned(chosen.assignment)
 
         def pure(state, *args, **kwargs):
             module = nnx.merge(graph, state)

@@ -58,8 +58,8 @@ def parallelize(
         default all further axes of the mesh.
       pad: see `dot_general`.
       on_unsupported: see `dot_general`.
-      strict: raise if any layer with a product stays off the plan without a rule that says
-        None; needs inputs.
+      strict: raise if any product with a parameter, in a layer or anywhere else, stays off
+        the plan without a rule that says None, or a rule matches no layer; needs inputs.
       **kwargs: keyword arguments of the call.
 
     Returns:
@@ -69,7 +69,8 @@ def parallelize(
 
     Raises:
       TypeError: not a Flax module, or a linen module without inputs.
-      ValueError: rules and plan that do not belong together, a plan for another mesh, a
+      ValueError: rules and plan that do not belong together, a plan for another mesh or
+        for axes that it lacks, a
         product that cannot run on its plan (with its layer), strict and a fallback.
     """
     assignment = assign(
@@ -91,7 +92,7 @@ def parallelize(
         )
     parallelize_nnx(model, assignment, mesh)
     if inputs or kwargs:
-        found = trace(model, inputs, kwargs)
+        found = trace(model, inputs, kwargs, assignment=assignment)
         if strict:
             found.raise_fallbacks()
         _place(model, Shardings(mesh, kernels(found.products, mesh)))
@@ -112,14 +113,7 @@ def _linen(model: ParallelModule, mesh, inputs, kwargs, strict: bool):
         return model.module.init(keys, *inputs, **kwargs)
 
     variables = jax.eval_shape(init, arrays)
-    found = trace(
-        lambda variables, *inputs, **kwargs: model.module.apply(
-            variables, *inputs, rngs=keys, mutable=True, **kwargs
-        ),
-        (variables, *inputs),
-        kwargs,
-        assignment=model.assignment,
-    )
+    found = trace(model, (variables, *inputs), {"rngs": keys, "mutable": True, **kwargs})
     if strict:
         found.raise_fallbacks()
     return model, Shardings(mesh, kernels(found.products, mesh))

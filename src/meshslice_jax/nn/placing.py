@@ -9,7 +9,7 @@ planned product (biases, norms, embeddings) is replicated.
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -88,6 +88,14 @@ def kernels(products: Iterable[Product], mesh: Mesh | AbstractMesh) -> tuple[Ker
         path = (*filter(None, product.layer.split("/")), *name.split("/"))
         found.setdefault(path, Kernel(path=path, shape=tuple(shape), spec=PartitionSpec(*entries)))
     return tuple(found.values())
+
+
+def fallback_kernels(products: Iterable[Product]) -> Iterator[Kernel]:
+    """The parameters of products without a plan; nothing says how to cut them."""
+    for product in products:
+        name = product.weight[0] if product.weight else "kernel"
+        path = (*filter(None, product.layer.split("/")), name)
+        yield Kernel(path=path, shape=product.rhs_shape, spec=PartitionSpec())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -100,8 +100,7 @@ def run(
 def split_arrays(tree: Any) -> tuple[list, Callable[[list], Any]]:
     """The arrays of a tree, and a function that puts arrays in their places."""
     leaves, structure = jax.tree.flatten(tree)
-    kinds = jax.Array | np.ndarray | jax.ShapeDtypeStruct
-    traced = [isinstance(leaf, kinds) for leaf in leaves]
+    traced = [is_array(leaf) for leaf in leaves]
 
     def whole(arrays: list) -> Any:
         rest = iter(arrays)
@@ -109,6 +108,11 @@ def split_arrays(tree: Any) -> tuple[list, Callable[[list], Any]]:
         return jax.tree.unflatten(structure, filled)
 
     return [leaf for leaf, is_array in zip(leaves, traced, strict=True) if is_array], whole
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is traced, being an array or the shape of one."""
+    return isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
 
 
 def _leaves(tree) -> list:

@@ -14,7 +14,7 @@ the default rules find either.
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -72,6 +72,7 @@ class Assignment:
       mesh: the mesh, or None for the one in context.
       pad: see `dot_general`.
       on_unsupported: see `dot_general`.
+      hardware: name of the profile that a ModelPlan was made for.
     """
 
     rules: tuple[Rule, ...]
@@ -79,6 +80,12 @@ class Assignment:
     mesh: Mesh | AbstractMesh | None
     pad: bool
     on_unsupported: str
+    hardware: str | None = None
+
+    def unmatched(self, paths: Iterable[str]) -> tuple[str, ...]:
+        """Regular expressions that are found in none of the paths, the default rules apart."""
+        own = [pattern for pattern, target in self.rules if (pattern, target) not in DEFAULT_RULES]
+        return tuple(p for p in own if not any(re.search(p, path) for path in paths))
 
     def choose(self, path: str, *, hooked: bool) -> Choice:
         """What becomes of the layer at `path`.
@@ -127,27 +134,76 @@ def assign(
     """An Assignment from what users write; the arguments are those of `parallelize`.
 
     Raises:
-      ValueError: a ModelPlan of another mesh shape, a rule that names a layer which the
-        plan lacks, or that is no regular expression.
+      ValueError: a ModelPlan of another mesh shape, plans for axes that the mesh lacks, a
+        rule that names a layer which the plan lacks, or that is no regular expression.
       TypeError: something that is no plan.
     """
     plans = _plans(plan, mesh)
     given = DEFAULT_RULES if rules is None else tuple((str(p), target) for p, target in rules)
     checked = tuple((p, _target(p, target, plans, batch_axes, mesh)) for p, target in given)
+    if mesh is not None:
+        direct = {f"rule {p!r}": t for p, t in checked if isinstance(t, LayerPlan)}
+        _check_axes(plans | direct, mesh)
     return Assignment(
         rules=checked,
         plans=tuple((name, _batched(found, batch_axes, mesh)) for name, found in plans.items()),
         mesh=mesh,
         pad=pad,
         on_unsupported=on_unsupported,
+        hardware=plan.hardware if isinstance(plan, ModelPlan) else None,
     )
+
+
+def with_axes(plan: ModelPlan, row: str, col: str) -> dict[str, LayerPlan]:
+    """The plans of a ModelPlan's layers for a mesh that calls "row" and "col" otherwise.
+
+    Args:
+      plan: of a mesh with the axes "row" and "col".
+      row: what the mesh calls the first.
+      col: and the second.
+
+    Returns:
+      Layer -> plan, as `parallelize` takes it.
+    """
+    new = {"row": row, "col": col}
+    return {
+        name: _each_pass(
+            layer, lambda one: {"row_axis": new[one.row_axis], "col_axis": new[one.col_axis]}
+        )
+        for name, layer in plan.layers.items()
+    }
+
+
+def _each_pass(plan: LayerPlan, changes: Callable[[GemmPlan], dict]) -> LayerPlan:
+    """A LayerPlan with some fields of its three passes changed."""
+    passes = {name: getattr(plan, name) for name in ("forward", "grad_lhs", "grad_rhs")}
+    return LayerPlan(
+        **{name: dataclasses.replace(one, **changes(one)) for name, one in passes.items()}
+    )
+
+
+def _check_axes(plans: Mapping[str, LayerPlan], mesh: Mesh | AbstractMesh) -> None:
+    """Raises ValueError if a plan needs an axis that the mesh lacks."""
+    for name, plan in plans.items():
+        one = plan.forward
+        if not {one.row_axis, one.col_axis, *one.batch_axes} <= set(mesh.axis_names):
+            batch = f", batch_axes={one.batch_axes!r}" if one.batch_axes else ""
+            raise ValueError(
+                f"the plan of {'every layer' if name == _ANY else name} has "
+                f"row_axis={one.row_axis!r}, col_axis={one.col_axis!r}{batch}, and the mesh has "
+                f"the axes {', '.join(map(repr, mesh.axis_names))}; name the mesh's axes so, set "
+                "row_axis and col_axis of the GemmPlan, or pass "
+                "ms.nn.with_axes(model_plan, row=..., col=...) for a ModelPlan"
+            )
 
 
 def _plans(plan, mesh) -> dict[str, LayerPlan]:
     if isinstance(plan, ModelPlan):
-        sizes = {} if mesh is None else dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-        found = MeshShape(sizes.get("row", 0), sizes.get("col", 0))
-        if mesh is not None and found != plan.mesh_shape:
+        if mesh is None:
+            return dict(plan.layers)
+        _check_axes(plan.layers, mesh)
+        sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+        if MeshShape(sizes["row"], sizes["col"]) != plan.mesh_shape:
             raise ValueError(
                 f"the plan is for a {plan.mesh_shape} mesh with axes 'row' and 'col', and this "
                 f"one has {sizes}; make that mesh, tune for this one, or pass plan.layers to run "
@@ -168,11 +224,11 @@ def _target(pattern: str, target, plans, batch_axes, mesh):
         return None
     if not isinstance(target, str):
         return _batched(as_layer_plan(target), batch_axes, mesh)
-    names = {target, _OTHER_NAME.get(target), _ANY}
-    if (pattern, target) not in DEFAULT_RULES and not names & set(plans):
-        raise ValueError(
-            f"rule {pattern!r} asks for layer {target!r}, and the plan has {', '.join(plans)}"
-        )
+    # One plan for all layers has them under every name that rules use for layers.
+    known = set(plans) | ({t for _, t in DEFAULT_RULES if t} if _ANY in plans else set())
+    if (pattern, target) not in DEFAULT_RULES and not known & {target, _OTHER_NAME.get(target)}:
+        having = "is one for all layers, '*'" if _ANY in plans else f"has {', '.join(plans)}"
+        raise ValueError(f"rule {pattern!r} asks for layer {target!r}, and the plan {having}")
     return target
 
 
@@ -184,10 +240,4 @@ def _batched(plan: LayerPlan, batch_axes: tuple[str, ...] | None, mesh) -> Layer
     if batch_axes is None:
         names = () if mesh is None else mesh.axis_names
         batch_axes = tuple(n for n in names if n not in (forward.row_axis, forward.col_axis))
-    passes = ("forward", "grad_lhs", "grad_rhs")
-    return LayerPlan(
-        **{
-            name: dataclasses.replace(getattr(plan, name), batch_axes=tuple(batch_axes))
-            for name in passes
-        }
-    )
+    return _each_pass(plan, lambda one: {"batch_axes": tuple(batch_axes)})
