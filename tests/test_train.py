@@ -144,6 +144,29 @@ def test_a_checkpoint_resumes_on_other_meshes_with_other_algorithms(tmp_path):
         training.begin(trainer, stranger, True)
 
 
+@pytest.mark.slow
+def test_the_recipe_of_the_docs_reads_a_checkpoint_on_one_device(tmp_path):
+    text = (ROOT / "docs" / "training.md").read_text()
+    (recipe,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert "meshslice" not in recipe
+    sharding = jax.NamedSharding(ms.make_mesh((2, 2)), jax.P("row", "col"))
+    kernel = jax.device_put(np.arange(32.0, dtype=np.float32).reshape(8, 4), sharding)
+    saved = training.Checkpoints(tmp_path / "run", {"model": "m"})
+    saved.save(100, {"weights": {"kernel": kernel}, "optimizer": (), "step": np.int32(100)})
+    saved.close()
+    recipe += "print(state['weights']['kernel'].sum(), len(jax.devices()))\n"
+    kept = {name: value for name, value in os.environ.items() if "NUM_CPU" not in name}
+    found = subprocess.run(
+        [sys.executable, "-c", recipe],
+        cwd=tmp_path,
+        env=kept | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert found.stdout.splitlines() == ["100 {'kernel': (8, 4)}", "496.0 1"], found.stderr
+
+
 def test_faults_of_a_checkpoint(tmp_path):
     saved = training.Checkpoints(tmp_path, {"model": "m"}, say=[].append)
     saved.save(1, {"x": np.arange(4)})
