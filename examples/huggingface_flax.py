@@ -1,6 +1,6 @@
 """Unmodified Flax models of the transformers package on a tuned 2D plan.
 
-    pip install "meshslice-jax[examples]"      # transformers 4.46.3, the last with Flax models
+    pip install -e ".[examples]"      # transformers 4.46.3, the last with Flax models
     JAX_PLATFORMS=cpu python examples/huggingface_flax.py     # on 2x4 emulated CPU devices
     JAX_PLATFORMS=cpu python examples/huggingface_flax.py --mesh 4x4 --layers 4
 
