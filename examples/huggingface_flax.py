@@ -88,15 +88,15 @@ def run(name: str, build, mesh_shape: ms.MeshShape, layers: int, algorithm: str 
         dtype="float32",
         algorithm=algorithm,
     )
-    # The plan is for a block; the products at the ends of the model get plans of their own.
-    ends = {"lm_head": ms.GemmPlan(), "pooler": ms.GemmPlan()}
+    # The plan is for a block; the product at the end of a model gets a plan of its own.
+    end = {"end": ms.GemmPlan()}
     mesh = ms.make_mesh(mesh_shape)
     parallel, shardings = ms.nn.parallelize(
         model.module,
-        dict(plan.layers) | ends,
+        dict(plan.layers) | end,
         mesh,
         *inputs,
-        rules=[(r"pooler/dense$", "pooler"), *ms.nn.DEFAULT_RULES],
+        rules=[(r"(lm_head|pooler/dense)$", "end"), *ms.nn.DEFAULT_RULES],
     )
     keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
     variables = jax.jit(model.module.init)(keys, *inputs)
