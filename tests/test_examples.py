@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 @pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None,
-    reason="transformers is not installed: pip install 'meshslice-jax[examples]'",
+    reason="transformers is not installed: pip install -e '.[examples]'",
 )
 def test_hugging_face_models_run_unmodified():
     found = subprocess.run(
