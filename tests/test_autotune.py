@@ -492,7 +492,7 @@ def test_pins_that_are_to_blame_are_named():
         tune("gpt3-125m", 6, algorithm="cannon")
 
 
-@pytest.mark.parametrize("search_", ["exact", "paper"])
+@pytest.mark.parametrize("search_", [pytest.param("exact", marks=pytest.mark.slow), "paper"])
 def test_a_limit_below_the_shards_names_what_would_fit(search_):
     def with_(chips=4, limit=8 * 10**5, **changed):
         sizes = {"batch": 8, "seq_len": 512} | changed
@@ -535,6 +535,7 @@ def test_a_limit_that_nothing_meets_says_by_how_many_bytes():
         tune(TINY, 4, memory_limit_bytes=10**5)
 
 
+@pytest.mark.slow
 def test_a_limit_between_shards_and_the_leanest_plan_names_layer_and_pass():
     shards = memory.resident_bytes("fc_block", TINY, fc_layers(TINY, 2 * 2048), 4)
     # The worst product is named: that much more is what fits, and a byte less is not.

@@ -132,7 +132,6 @@ def assert_close(found, expected, bound):
 # --- values and gradients -----------------------------------------------------------------
 
 QUICK = {
-    "os, sliced": ((2, 4), PLAIN, {"slice_count": 2}),
     "twins, rs and ls in one block, relayouts": (
         (2, 2),
         GATED,
@@ -141,6 +140,7 @@ QUICK = {
     "replicas": ((2, 2), PLAIN, {"data_parallel": 2, "dataflow": "ls", "slice_count": 2}),
 }
 MORE = {
+    "os, sliced": ((2, 4), PLAIN, {"slice_count": 2}),
     "1x4 is one row": ((1, 4), GATED, {"slice_count": 2}),
     "4x1 is one column": ((4, 1), GATED, {"slice_count": 2}),
     "rs everywhere": ((2, 4), PLAIN, {"dataflow": "rs"}),

@@ -18,6 +18,7 @@ README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
 def test_a_python_block_runs_by_itself(block):
     found = subprocess.run(

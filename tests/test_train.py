@@ -298,6 +298,7 @@ def command(*arguments):
     return CliRunner().invoke(app, ["train", *map(str, arguments)])
 
 
+@pytest.mark.slow
 def test_the_command_trains_saves_plots_and_resumes(tmp_path):
     folder, plot = tmp_path / "c", tmp_path / "loss.png"
     saved = ["--checkpoint-dir", folder, "--checkpoint-every", 2]
