@@ -285,7 +285,7 @@ def test_the_embedding_reduce_scatters_but_between_processes_it_exchanges(
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["os, sliced", "twins, rs and ls in one block, relayouts"])
 def test_between_processes_nothing_in_a_loss_and_its_gradient_reduce_scatters(monkeypatch, case):
-    mesh_shape, model, fields = QUICK[case]
+    mesh_shape, model, fields = (QUICK | MORE)[case]
     monkeypatch.setattr(compat, "has_joined", lambda: True)
     jax.clear_caches()  # products that were traced in one process
     plan = plan_of(mesh_shape, model, **fields)
