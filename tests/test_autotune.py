@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshslice_jax import algorithms
+from meshslice_jax.algorithms import view
 from meshslice_jax.autotune import (
     memory,
     overlap,
@@ -33,7 +34,7 @@ from meshslice_jax.dataflow import Contraction, Dataflow
 from meshslice_jax.gemm import matmul
 from meshslice_jax.hardware import HARDWARE
 from meshslice_jax.mesh import MeshShape, divisors, factorisations, make_mesh
-from meshslice_jax.model_plan import PASSES, view
+from meshslice_jax.model_plan import PASSES
 from meshslice_jax.models import MODELS, fc_layers
 from meshslice_jax.plan import GemmPlan, LayerPlan
 from meshslice_jax.problem import GemmProblem

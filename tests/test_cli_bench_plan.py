@@ -9,13 +9,13 @@ import pytest
 from typer.testing import CliRunner
 
 from meshslice_jax import cost
-from meshslice_jax.algorithms import layer_problems, schedule
+from meshslice_jax.algorithms import layer_problems, schedule, view
 from meshslice_jax.autotune import tune
 from meshslice_jax.bench import planned
 from meshslice_jax.block import BlockSchedule
 from meshslice_jax.cli.app import app
 from meshslice_jax.hardware import hardware_spec
-from meshslice_jax.model_plan import load_plan, save_plan, view
+from meshslice_jax.model_plan import load_plan, save_plan
 from meshslice_jax.models import fc_layers
 
 PASSES = {"fwd": "forward", "dlhs": "grad_lhs", "drhs": "grad_rhs"}

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshslice_jax.algorithms import view
 from meshslice_jax.autotune import tune
 from meshslice_jax.block import BlockSchedule
 from meshslice_jax.model_plan import (
@@ -17,7 +18,6 @@ from meshslice_jax.model_plan import (
     plan_from_json,
     plan_to_json,
     save_plan,
-    view,
 )
 from meshslice_jax.models import MODELS
 from meshslice_jax.plan import GemmPlan, LayerPlan

@@ -145,14 +145,11 @@ class ModelPlan:
                     "plan is of one replica, whoever runs it adds the mesh axis of the replicas"
                 )
             try:
-                algorithms.check_problem(plan, problems[name], view(plan.forward, self.mesh_shape))
+                algorithms.check_problem(
+                    plan, problems[name], algorithms.view(plan.forward, self.mesh_shape)
+                )
             except ValueError as error:
                 raise ValueError(f"ModelPlan: layer {name!r}: {error}") from None
-
-
-def view(plan: GemmPlan, mesh_shape: MeshShape) -> MeshShape:
-    """The sizes of the plan's own row and col axis on a mesh with axes "row" and "col"."""
-    return MeshShape(mesh_shape.size(plan.row_axis), mesh_shape.size(plan.col_axis))
 
 
 # --- JSON ---------------------------------------------------------------------------------

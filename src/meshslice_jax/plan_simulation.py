@@ -20,7 +20,7 @@ from meshslice_jax.block import BlockSchedule
 from meshslice_jax.cost import CostBreakdown, seconds
 from meshslice_jax.faults import NO_FAULTS, Faults
 from meshslice_jax.hardware import HARDWARE, HardwareSpec, hardware_spec
-from meshslice_jax.model_plan import ModelPlan, view
+from meshslice_jax.model_plan import ModelPlan
 from meshslice_jax.simulate import simulate_block
 from meshslice_jax.timeline import Timeline
 
@@ -192,7 +192,7 @@ def _passes(
         layer, name = label.split("/")
         own, gemm = plan.layers[layer].forward, getattr(plan.layers[layer], name)
         problem = layer_problems(problems[layer], own)[name]
-        schedule = algorithms.schedule(problem, gemm, view(gemm, plan.mesh_shape))
+        schedule = algorithms.schedule(problem, gemm, algorithms.view(gemm, plan.mesh_shape))
         cost = seconds(schedule, problem, spec)
         found.append(SimulatedPass(layer=layer, name=name, simulated_s=taken_s, predicted=cost))
     return tuple(found)

@@ -92,6 +92,11 @@ def axis_names(plan: GemmPlan) -> dict[str, tuple[str, ...]]:
     return algorithm_of(plan).axis_names(plan)
 
 
+def view(plan: GemmPlan, mesh_shape: MeshShape) -> MeshShape:
+    """The sizes of the plan's own row and col axis on a mesh with axes "row" and "col"."""
+    return MeshShape(mesh_shape.size(plan.row_axis), mesh_shape.size(plan.col_axis))
+
+
 def find_faults(problem: GemmProblem, plan: GemmPlan, mesh_shape: MeshShape) -> list[str]:
     """All that keeps one product (forward or backward) from running as planned."""
     algorithm, shape = algorithm_of(plan), MeshShape(*mesh_shape)

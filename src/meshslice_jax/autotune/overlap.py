@@ -11,7 +11,7 @@ That is a heuristic on top of the exact plan, and its times are the simulator's.
 import dataclasses
 from collections.abc import Iterator
 
-from meshslice_jax.algorithms import ALGORITHMS, fits, layer_problems
+from meshslice_jax.algorithms import ALGORITHMS, fits, layer_problems, view
 from meshslice_jax.autotune.chain import Block
 from meshslice_jax.autotune.layer import Limit
 from meshslice_jax.autotune.memory import shard_extra_bytes
@@ -19,7 +19,7 @@ from meshslice_jax.autotune.product import SMALLEST_BLOCK, faster
 from meshslice_jax.block import BlockSchedule
 from meshslice_jax.hardware import HardwareSpec
 from meshslice_jax.mesh import MeshShape
-from meshslice_jax.model_plan import PASSES, view
+from meshslice_jax.model_plan import PASSES
 from meshslice_jax.plan import GemmPlan, LayerPlan
 from meshslice_jax.problem import GemmProblem
 from meshslice_jax.simulate import simulate_block

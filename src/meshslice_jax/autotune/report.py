@@ -6,12 +6,11 @@ from typing import Literal
 
 from meshslice_jax import algorithms
 from meshslice_jax.algorithms import layer_problems
-from meshslice_jax.autotune.chain import Block, Solution
 from meshslice_jax.autotune.relayout import placement
 from meshslice_jax.cost import CostBreakdown, seconds
 from meshslice_jax.hardware import HardwareSpec
 from meshslice_jax.mesh import MeshShape
-from meshslice_jax.model_plan import PASSES, ModelPlan, PassPrediction, Prediction, view
+from meshslice_jax.model_plan import ModelPlan, PassPrediction, Prediction
 from meshslice_jax.plan import LayerPlan
 from meshslice_jax.problem import GemmProblem
 from meshslice_jax.schedule import Schedule
@@ -113,49 +112,13 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def predict(
-    block: Block,
-    solution: Solution,
-    *,
-    data_parallel_s: float,
-    memory: str,
-    memory_bytes: int,
-    hardware: HardwareSpec,
-) -> Prediction:
-    """The prediction that goes with a solution; see `Prediction` for the arguments."""
-    layers = {
-        name: {
-            part: _pass(product.schedule, product.cost)
-            for part, product in zip(PASSES, option.products, strict=True)
-        }
-        for name, option in solution.options.items()
-    }
-    block_s = solution.total_s + data_parallel_s
-    flops = sum(
-        product.schedule.totals().flops
-        for option in solution.options.values()
-        for product in option.products
-    )
-    dtype = next(iter(block.problems.values())).lhs_dtype
-    return Prediction(
-        layers=layers,
-        fc_s=solution.fc_s,
-        relayout_s=solution.relayout_s,
-        data_parallel_s=data_parallel_s,
-        block_s=block_s,
-        utilisation=flops / (block_s * hardware.flops_per_s(dtype)),
-        memory=memory,
-        memory_bytes=memory_bytes,
-    )
-
-
 def predict_layer(
     problem: GemmProblem, plan: LayerPlan, shape: MeshShape, hardware: HardwareSpec
 ) -> dict[str, PassPrediction]:
     """What the closed form predicts for each product of a layer by itself."""
     found = {}
     for part, own in layer_problems(problem, plan.forward).items():
-        sizes = view(getattr(plan, part), shape)
+        sizes = algorithms.view(getattr(plan, part), shape)
         schedule = algorithms.schedule(own, getattr(plan, part), sizes)
         found[part] = _pass(schedule, seconds(schedule, own, hardware))
     return found

@@ -13,7 +13,7 @@ from meshslice_jax.autotune import chain, memory, report
 from meshslice_jax.autotune.relayout import placement
 from meshslice_jax.autotune.replicas import all_reduce_s
 from meshslice_jax.hardware import HARDWARE, HardwareSpec
-from meshslice_jax.model_plan import ModelPlan, Prediction, view
+from meshslice_jax.model_plan import ModelPlan, Prediction
 
 #: Differences below this fraction are rounding.
 _ROUNDING = 1e-6
@@ -65,7 +65,7 @@ def _most_extra_bytes(plan: ModelPlan) -> int:
         layer = plan.layers[name]
         for part, own in layer_problems(problem, layer.forward).items():
             one = getattr(layer, part)
-            schedule = algorithms.schedule(own, one, view(one, plan.mesh_shape))
+            schedule = algorithms.schedule(own, one, algorithms.view(one, plan.mesh_shape))
             found.append(memory.extra_bytes(part, problem, schedule, plan.mesh_shape.num_chips))
     return max(found)
 

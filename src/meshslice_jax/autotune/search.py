@@ -9,7 +9,16 @@ not fit, is kept with its reason.
 import dataclasses
 from collections.abc import Mapping
 
-from meshslice_jax.autotune import chain, memory, overlap, replicas, report, space, ways_out
+from meshslice_jax.autotune import (
+    chain,
+    memory,
+    overlap,
+    replicas,
+    report,
+    reprice,
+    space,
+    ways_out,
+)
 from meshslice_jax.autotune import layer as layers
 from meshslice_jax.autotune.layer import Limit
 from meshslice_jax.autotune.memory import MEMORY_KINDS
@@ -17,7 +26,7 @@ from meshslice_jax.autotune.product import Pricer, rounded
 from meshslice_jax.autotune.report import MeshReport, TuneReport, counted
 from meshslice_jax.hardware import HardwareSpec, hardware_spec
 from meshslice_jax.mesh import MeshShape, factorisations
-from meshslice_jax.model_plan import PASSES, ModelPlan
+from meshslice_jax.model_plan import ModelPlan
 from meshslice_jax.models import ModelShape, fc_layers
 from meshslice_jax.models import model as model_shape
 from meshslice_jax.problem import GemmProblem, itemsize
@@ -250,8 +259,9 @@ class Tuning:
         )
 
     def _report(self, found: list[_Found], bounded: list[Job], rejected) -> TuneReport:
-        predictions = [self._predict(one) for one in found]
-        plan = self._plan(found[0], predictions[0])
+        plans = [self._plan(one) for one in found]
+        predictions = [one.predicted for one in plans]
+        plan = self._overlapped(found[0], plans[0]) if self.allow_modelled else plans[0]
         modelled = plan.predicted.block_s * 1e3
         note = f"{modelled:.3f} ms with its block schedule, which only the model knows"
         entries = []
@@ -262,7 +272,7 @@ class Tuning:
                     mesh_shape=one.job.shape,
                     data_parallel=one.job.replicas,
                     status="chosen" if chosen else "slower",
-                    block_s=one.total_s,
+                    block_s=prediction.block_s,
                     memory_bytes=prediction.memory_bytes,
                     reason=(note if plan.modelled_only else "")
                     if chosen
@@ -277,26 +287,7 @@ class Tuning:
             meshes=tuple(entries + rejected),
         )
 
-    def _predict(self, one: _Found):
-        return report.predict(
-            one.job.block,
-            one.solution,
-            data_parallel_s=one.job.data_parallel_s,
-            memory=self.memory,
-            memory_bytes=self._memory_bytes(one),
-            hardware=self.hardware,
-        )
-
-    def _memory_bytes(self, one: _Found) -> int:
-        chips = one.job.shape.num_chips
-        most = max(
-            memory.extra_bytes(name, one.job.block.problems[layer], product.schedule, chips)
-            for layer, option in one.solution.options.items()
-            for name, product in zip(PASSES, option.products, strict=True)
-        )
-        return one.job.limit.resident_bytes + most
-
-    def _plan(self, one: _Found, prediction) -> ModelPlan:
+    def _plan(self, one: _Found) -> ModelPlan:
         plan = ModelPlan(
             model=self.model,
             num_chips=self.num_chips,
@@ -307,9 +298,9 @@ class Tuning:
             batch=self.batch,
             seq_len=self.seq_len,
             dtype=self.dtype,
-            predicted=prediction,
         )
-        return self._overlapped(one, plan) if self.allow_modelled else plan
+        priced = reprice.prediction_of(plan, self.hardware, self.memory)
+        return dataclasses.replace(plan, predicted=priced)
 
     def _overlapped(self, one: _Found, plan: ModelPlan) -> ModelPlan:
         """The plan with the best block schedule that the simulator knows."""

@@ -10,7 +10,6 @@ from meshslice_jax.bench.cases import Options, Pass, Row
 from meshslice_jax.dataflow import TABLE, Dataflow
 from meshslice_jax.hardware import HardwareSpec
 from meshslice_jax.mesh import MeshShape
-from meshslice_jax.model_plan import view
 from meshslice_jax.plan import GemmPlan
 from meshslice_jax.problem import NATURAL, GemmProblem
 from meshslice_jax.schedule import Schedule
@@ -162,12 +161,12 @@ def _dense(options: Options, case: Pass) -> Candidate:
 
 def _base(forward: GemmPlan, shape: MeshShape) -> tuple[str, Dataflow]:
     """The mesh as a forward plan's placements see it, and its dataflow."""
-    seen = algorithms.algorithm_of(forward).view(forward, view(forward, shape))
+    seen = algorithms.algorithm_of(forward).view(forward, algorithms.view(forward, shape))
     return str(seen), forward.dataflow
 
 
 def _gspmd(case: Pass, forward: GemmPlan, shape: MeshShape) -> Candidate:
-    base, own = _base(forward, shape), view(forward, shape)
+    base, own = _base(forward, shape), algorithms.view(forward, shape)
     seen = algorithms.algorithm_of(forward).view(forward, own)
     plan, problem = case.plan(forward), case.problem(forward)
     row = _row(case, problem, shape if seen == own else seen, "gspmd", dataflow=plan.dataflow.value)
@@ -177,7 +176,7 @@ def _gspmd(case: Pass, forward: GemmPlan, shape: MeshShape) -> Candidate:
 
 def _candidate(options: Options, case: Pass, forward: GemmPlan, plan: GemmPlan) -> Candidate:
     shape, problem = options.mesh_shape, case.problem(forward)
-    own = view(plan, shape)
+    own = algorithms.view(plan, shape)
     row = _row(
         case,
         problem,

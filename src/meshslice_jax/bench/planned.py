@@ -21,7 +21,7 @@ import jax
 from meshslice_jax import algorithms, compat
 from meshslice_jax.bench.cases import PASSES, Options, product
 from meshslice_jax.hardware import HardwareSpec
-from meshslice_jax.model_plan import ModelPlan, view
+from meshslice_jax.model_plan import ModelPlan
 from meshslice_jax.models import fc_layers
 from meshslice_jax.problem import NATURAL, GemmProblem, itemsize
 
@@ -83,7 +83,9 @@ def scaled_problems(plan: ModelPlan, scale: int) -> dict[str, GemmProblem]:
     for name, problem in found.items():
         layer = plan.layers[name]
         try:
-            algorithms.check_problem(layer, problem, view(layer.forward, plan.mesh_shape))
+            algorithms.check_problem(
+                layer, problem, algorithms.view(layer.forward, plan.mesh_shape)
+            )
         except ValueError as error:
             raise ValueError(
                 f"with {plan.tokens // scale} tokens (scale {scale}) the plan's layer {name} "
@@ -104,7 +106,7 @@ def _runs(plan: ModelPlan, tokens: int) -> bool:
         layer = plan.layers[name]
         for part, own in algorithms.layer_problems(problem, layer.forward).items():
             gemm = getattr(layer, part)
-            if not algorithms.fits(own, gemm, view(gemm, plan.mesh_shape)):
+            if not algorithms.fits(own, gemm, algorithms.view(gemm, plan.mesh_shape)):
                 return False
     return True
 
@@ -174,7 +176,7 @@ def _needs(plan: ModelPlan, name: str, problem: GemmProblem, *, emulated: bool) 
     temporary = 0
     for part, own in algorithms.layer_problems(problem, layer.forward).items():
         gemm = getattr(layer, part)
-        schedule = algorithms.schedule(own, gemm, view(gemm, plan.mesh_shape))
+        schedule = algorithms.schedule(own, gemm, algorithms.view(gemm, plan.mesh_shape))
         temporary = max(temporary, schedule.temporary_bytes)
     host = held + _FLOAT32_BYTES * elements + 2 * largest
     if emulated:

@@ -12,7 +12,7 @@ from meshslice_jax.cli import common
 from meshslice_jax.cli.tables import megabytes, milliseconds, print_table
 from meshslice_jax.compiled.candidates import form_of
 from meshslice_jax.hardware import HardwareSpec
-from meshslice_jax.model_plan import ModelPlan, view
+from meshslice_jax.model_plan import ModelPlan
 from meshslice_jax.plan import GemmPlan
 from meshslice_jax.problem import GemmProblem
 
@@ -177,7 +177,7 @@ def flow_of(plan: GemmPlan) -> str:
 
 def _cells(plan: ModelPlan, layer: str, part: str, problem: GemmProblem) -> list[str]:
     own, predicted = getattr(plan.layers[layer], part), plan.predicted.layers[layer][part]
-    schedule = algorithms.schedule(problem, own, view(own, plan.mesh_shape))
+    schedule = algorithms.schedule(problem, own, algorithms.view(own, plan.mesh_shape))
     local = next(step.product for step, _ in schedule.steps if step.product)
     comm = [predicted.comm_row_s, predicted.comm_col_s]
     sent = [predicted.bytes_row, predicted.bytes_col]
