@@ -24,9 +24,8 @@ _ONCE = "--slices 6 --options tuned --sensitivity"
 TABLES = {
     "v4_16": f"--topology v4:4x4 --mesh 4x4 {_GPT3} {_ONCE} --block",
     "v4_256": f"--topology v4:4x8x8 --mesh 32x8 {_GPT3} {_ONCE} --layers ff1,out --limit 150",
-    "megatron_16": f"--topology v4:4x4 --mesh 4x4 --model megatron-nlg-530b {_ONCE} "
-    "--layouts sliced",
-    "megatron_256": f"--topology v4:4x8x8 --mesh 32x8 --model megatron-nlg-530b {_ONCE} "
+    "megatron_16": f"--topology v4:4x4 --mesh 4x4 --model megatron-530b {_ONCE} --layouts sliced",
+    "megatron_256": f"--topology v4:4x8x8 --mesh 32x8 --model megatron-530b {_ONCE} "
     "--layouts sliced --limit 150",
     "v5e_16": f"--topology v5e:4x4 --mesh 4x4 {_GPT3} {_ONCE} --layouts sliced",
     "v5e_256": f"--topology v5e:16x16 --mesh 16x16 {_GPT3} {_ONCE} --layouts sliced --limit 150",

@@ -2,16 +2,22 @@
 
 import importlib.util
 import json
+import runpy
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import meshslice_jax as ms
+from meshslice_jax import models
 from meshslice_jax.cli import compile as command
 from meshslice_jax.cli.app import app
 from meshslice_jax.compiled.candidates import OPTION_SETS
 from meshslice_jax.compiled.jobs import Answer
+from meshslice_jax.compiled.layout import lay_out
+from meshslice_jax.compiled.topology import parse_topology
+from meshslice_jax.mesh import parse_mesh_shape
 
 DATA = Path(__file__).parent / "data"
 BASE = ("--topology", "v4:4x4", "--mesh", "4x4", "--model", "gpt3-1.3b")
@@ -151,3 +157,16 @@ def test_nothing_that_compiles_is_an_exit_code(recorded):
     found = call(*BASE, "--layers", "ff1", "--algorithms", "gspmd")
     assert found.exit_code == 1
     assert "did not compile" in found.stdout
+
+
+def test_the_tables_of_the_docs_can_be_asked_for():
+    root = Path(__file__).parent.parent
+    script = runpy.run_path(str(root / "scripts" / "compiled_schedules.py"))
+    page = (root / "docs" / "compiled_schedules.md").read_text()
+    parser = typer.main.get_command(app).commands["compile"]
+    for name, options in [*script["TABLES"].items(), *script["FEW"].items()]:
+        told = parser.make_context("compile", options.split()).params
+        lay_out(parse_topology(told["topology"]).dims, parse_mesh_shape(told["mesh"]))
+        layers = models.model_layers(told["model"], batch=16, seq_len=2048, dtype="bfloat16")
+        assert told["layers"] == "all" or set(told["layers"].split(",")) <= set(layers)
+        assert f"<!-- {name} -->" in page and f"<!-- end of {name} -->" in page
